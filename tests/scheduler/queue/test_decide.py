@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlix.scheduler.queue.decide import STOP_S, Decision, Preemption, decide
+from rlix.scheduler.queue.decide import PASSED_S, STOP_S, Decision, Preemption, decide
 from rlix.scheduler.queue.fair_share import Usage, times_its_share
 from rlix.scheduler.queue.jobs import Job, Outcome, Pool, QueueError, Snapshot, State, Stop, Team
 from rlix.scheduler.queue.reasons import AtMaximum, Held, Later, NoRoom, NotLent, Reclaiming, Reserved, TooLarge
@@ -150,6 +150,36 @@ def test_one_that_waits_for_what_is_lent_is_passed_by_none_of_its_team(first: in
     assert found.admit == () and found.waits[3].start == HOUR
     assert isinstance(found.waits[4].reason, Reserved) and found.waits[4].reason.others == ("a/j3 (3)",)
     assert look(16, held, running(2, 1, "c", **fixed), waits, replace(passes, **fixed), teams=teams).admit == (4,)
+
+
+def test_a_job_takes_the_place_of_smaller_ones_that_passed_it_for_long() -> None:
+    """4 are guaranteed to its team, and all are its team's from before it had waited for long."""
+    teams = {"a": Team(guaranteed=4), "b": Team(guaranteed=4)}
+    lent, large = running(1, 8, "b"), job(4, 4, "a")
+    first, second = running(5, 2, "a", since=100.0), running(6, 2, "a", since=200.0)
+    late = large.submitted_at + PASSED_S
+    assert look(12, lent, large, first, second, now=late - 1.0, teams=teams).preempt == ()
+    found = look(12, lent, large, first, second, now=late, teams=teams)
+    assert found.preempt == (Preemption(6, 4), Preemption(5, 4)), "and nobody of the other team"
+    stopping = [replace(small, stop=Stop(late, "", for_id=4)) for small in (first, second)]
+    assert look(12, lent, large, *stopping, now=late + 1.0, teams=teams).preempt == ()
+    for other in (
+        running(3, 2, "a", since=1.0),  # it began before
+        replace(second, priority=1),
+        replace(second, preemptible=False),
+        replace(second, owner="bob"),  # who had less, and so is ahead of it
+    ):
+        rest = look(12, lent, large, first, other, now=late, teams=teams, used={("a", "ann"): 9.0})
+        assert rest.preempt == () and rest.admit == (), "it would not begin all the same"
+    half = look(12, lent, replace(large, gpus=3), first, running(3, 1, "a"), job(7, 1), now=late, teams=teams)
+    assert half.preempt == (Preemption(5, 4),), "one of 3 is free"
+
+
+def test_none_that_cannot_be_stopped_passes_one_that_has_waited_for_long() -> None:
+    teams, fixed = {"a": Team(guaranteed=4)}, {"preemptible": False}
+    held, large, next_ = running(1, 1, "a", limit_s=HOUR), job(2, 4, "a"), job(3, 1, "a", **fixed)
+    assert look(4, held, large, next_, now=10.0, teams=teams).admit == (3,)
+    assert look(4, held, large, next_, now=2.0 + PASSED_S, teams=teams).admit == ()
 
 
 def test_priority_and_being_preemptible_are_two_things() -> None:

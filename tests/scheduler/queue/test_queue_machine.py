@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlix.scheduler.queue.decide import STOP_S, UNLIMITED_S, Decision, decide, within
+from rlix.scheduler.queue.decide import PASSED_S, STOP_S, UNLIMITED_S, Decision, decide, end_of, within
 from rlix.scheduler.queue.jobs import Job, Pool, Snapshot, State, Stop, Team
 from rlix.scheduler.queue.reasons import (
     AtMaximum,
@@ -143,24 +143,56 @@ def test_guaranteed_shares_are_reachable(scene: Scene) -> None:
 def test_who_is_stopped_can_be_and_not_for_nothing(scene: Scene) -> None:
     for snapshot, decision in live(scene):
         by_id, active = {job.id: job for job in snapshot.jobs}, after(snapshot, decision)
-        going = [job for job in active if job.stop is not None]
+        going = [job for job in active if end_of(job, snapshot.now) <= snapshot.now + STOP_S]
         for one in decision.preempt:
             victim, winner = by_id[one.victim], by_id[one.for_id]
             assert victim.preemptible and victim.stop is None and victim.state is State.RUNNING
             mine = [job for job in active if job.team == victim.team]
+            passers = [job for job in snapshot.jobs if passed(snapshot, winner, job)]
             if victim.team == winner.team:
-                assert victim.priority < winner.priority
+                assert victim.priority < winner.priority or victim in passers
             else:
                 team = snapshot.team(winner.team)
-                have = gpus(
-                    [job for job in snapshot.jobs if job.active and job.team == winner.team]
-                )  # not who borrows next
-                assert have + winner.gpus <= team.guaranteed
+                have = [job for job in snapshot.jobs if job.active and job.team == winner.team]  # not who borrows next
+                assert gpus([job for job in have if job not in passers]) + winner.gpus <= team.guaranteed
                 assert victim.id not in within(mine, snapshot.team(victim.team).guaranteed)
             if winner.id in decision.admit:  # it begins beside them, and needs what they have only later
                 continue
             assert winner.gpus <= scene.places - gpus(active) + gpus(going)
             assert decision.waits[winner.id].start == snapshot.now + STOP_S
+
+
+def passed(snapshot: Snapshot, job: Job, other: Job) -> bool:
+    """Whether the other one, which is smaller, began while a job waited for long."""
+    waits_since = max(job.submitted_at, job.since)
+    late = job.preemptible and snapshot.now >= waits_since + PASSED_S
+    smaller = other.active and other.team == job.team and other.gpus < job.gpus and other.preemptible
+    return late and smaller and other.priority <= job.priority and other.admitted_at > waits_since
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.floats(300.0, 6000.0)), min_size=40, max_size=40),
+    st.integers(0, 4),
+    st.integers(0, 4),
+)
+def test_a_job_that_its_teams_guarantee_holds_is_passed_for_a_bounded_time(
+    small: list[tuple[int, float]], others: int, lent: int
+) -> None:
+    """However many smaller ones of its team come, while other teams use what is theirs, and what is lent to them."""
+    asked_at = 100.0
+    jobs = [(Job(1, "large", "ann", "a", 5, asked_at), 300.0)]
+    for number, (size, seconds) in enumerate(small):  # five are there before it
+        arrives = 0.0 if number < 5 else asked_at + PASSED_S / 20 * (number - 5)
+        jobs.append((Job(10 + number, "small", "ann", "a", size, arrives), seconds))
+    jobs += [(Job(2 + number, "other", "bob", "b", 1, 0.0), 1e6) for number in range(others + lent)]
+    scene = Scene(5 + others, {"a": Team(5), "b": Team(others)}, tuple(jobs), {})
+    made = live(scene)
+    began = {id: snapshot.now for snapshot, decision in reversed(made) for id in decision.admit}
+    before = [began[job.id] + seconds for job, seconds in jobs if job.name == "small" and began[job.id] <= asked_at]
+    assert began[1] <= max(asked_at + PASSED_S, *before) + 2 * STOP_S
+    stopped = [(one, snapshot.now) for snapshot, decision in made for one in decision.preempt]
+    assert all(one.for_id != 1 or at >= asked_at + PASSED_S or one.victim < 10 for one, at in stopped)
 
 
 @settings(max_examples=60, deadline=None)

@@ -36,6 +36,8 @@ UNLIMITED_S = 365 * 86400.0
 """How long a job without a time limit is taken to run."""
 STOP_S = 120.0
 """For a job that is asked to stop to write a checkpoint and end."""
+PASSED_S = 3600.0
+"""So long may smaller ones of its team pass a job that fits into its team's guarantee; then it takes their place."""
 _FORESEEN_S = UNLIMITED_S / 2  # a start that is further away is not known
 
 
@@ -68,8 +70,8 @@ def decide(snapshot: Snapshot) -> Decision:
             else:
                 waits[job.id] = Wait(reason, 0)
     board = _Board(snapshot)
-    for job, entitled in _in_order(snapshot, waiting, board):
-        board.place(job, entitled)
+    for turn in _in_order(snapshot, waiting, board):
+        board.place(turn)
     return Decision(tuple(board.admitted), tuple(board.preempted), waits | board.settled())
 
 
@@ -100,22 +102,63 @@ def within(jobs: Sequence[Job], guaranteed: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def _in_order(snapshot: Snapshot, waiting: Sequence[Job], board: "_Board") -> list[tuple[Job, bool]]:
-    """Each with whether its team is entitled to it: with all that the team has, it is within the guarantee, and keeps
-    no larger one out of it that is ahead."""
-    keyed = []
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A waiting job. `entitled`: with all that its team has, it is within the guarantee, once `over` places are left by
+    `passers`; and it keeps no larger one out of it that is ahead."""
+
+    job: Job
+    entitled: bool
+    over: int = 0
+    passers: frozenset[int] = frozenset()
+
+
+def _in_order(snapshot: Snapshot, waiting: Sequence[Job], board: "_Board") -> list[_Turn]:
+    keyed: list[tuple[tuple[bool, float, str, int], _Turn]] = []
     for name in {job.team for job in waiting}:
         mine = [job for job in waiting if job.team == name]
-        mine.sort(key=lambda job: (-job.priority, snapshot.used.get((name, job.owner), 0.0), job.id))
+        mine.sort(key=lambda job: _rank(snapshot, job))
         left = snapshot.team(name).guaranteed - sum(job.gpus for job in board.active if job.team == name)
         used = of_team(snapshot, name)
         for place, job in enumerate(mine):
-            entitled = job.gpus <= left and (job.preemptible or board.firm.in_turn(job, _length(job)))
+            over = job.gpus - left
+            passers = _passers(snapshot, job, board.active) if over > 0 else []
+            entitled = over <= sum(other.gpus for other in passers) and (
+                job.preemptible or board.firm.in_turn(job, _length(job))
+            )
             left -= job.gpus if entitled else 0
-            if not job.preemptible and place < SAVED:
+            if place < SAVED and (not job.preemptible or _is_late(snapshot, job)):
                 board.firm.save(job, _length(job))
-            keyed.append(((not entitled, used, name, place), job, entitled))
-    return [(job, entitled) for _, job, entitled in sorted(keyed, key=lambda item: item[0])]
+            over -= sum(other.gpus for other in passers if other.stop is not None)
+            turn = _Turn(job, entitled, over, frozenset(other.id for other in passers if entitled))
+            keyed.append(((not entitled, used, name, place), turn))
+    return [turn for _, turn in sorted(keyed, key=lambda item: item[0])]
+
+
+def _rank(snapshot: Snapshot, job: Job) -> tuple[int, float, int]:
+    """Who is next in a team."""
+    return -job.priority, snapshot.used.get((job.team, job.owner), 0.0), job.id
+
+
+def _is_late(snapshot: Snapshot, job: Job) -> bool:
+    return snapshot.now - max(job.submitted_at, job.since) >= PASSED_S
+
+
+def _passers(snapshot: Snapshot, job: Job, active: Sequence[Job]) -> list[Job]:
+    """Of whom a job that can be preempted, and has waited long, takes the place: smaller such ones of its team that
+    are behind it and began while it waited."""
+    if not job.preemptible or not _is_late(snapshot, job):
+        return []
+    since, rank = max(job.submitted_at, job.since), _rank(snapshot, job)
+    return [
+        other
+        for other in active
+        if other.team == job.team
+        and other.preemptible
+        and other.gpus < job.gpus
+        and other.admitted_at > since
+        and _rank(snapshot, other) > rank
+    ]
 
 
 def end_of(job: Job, now: float) -> float:
@@ -149,13 +192,13 @@ class _Board:
         for job in self.active:
             self._take(job, now, end_of(job, now))
 
-    def place(self, job: Job, entitled: bool) -> None:
+    def place(self, turn: _Turn) -> None:
         """Admits the job, or has others stopped for it, or reserves what it needs for the time when it is free."""
-        now, length = self.snapshot.now, _length(job)
+        job, now, length = turn.job, self.snapshot.now, _length(turn.job)
         lines = self._lines(job)
         reserves = len(self._reserved) < DEPTH
         start = _earliest(lines, now, length, job.gpus) if reserves else self._now_or_never(lines, job, length)
-        if start > now + STOP_S and (victims := self._victims(job, entitled, lines, length)):
+        if start > now + STOP_S and (victims := self._victims(turn, lines, length)):
             start = _earliest(lines, now, length, job.gpus)  # now, where there is too little only later on
             self.preempted += [Preemption(victim.id, job.id) for victim in victims]
         if start <= now:
@@ -198,19 +241,25 @@ class _Board:
         fits = all(line.shortage(now, now + length, job.gpus) is None for line in lines)
         return now if fits else math.inf
 
-    def _victims(self, job: Job, entitled: bool, lines: Sequence[Timeline], length: float) -> list[Job]:
+    def _victims(self, turn: _Turn, lines: Sequence[Timeline], length: float) -> list[Job]:
         """The fewest jobs with which out of the way it could begin; none where even all would not do.
 
         A job within its team's guarantee takes back what is lent. Any job may take the place of one of its own team
-        that has a lower priority. In either case only of jobs that can be preempted: first of the team that has used
-        most for its weight, then of the lowest priority, then of those that began last.
+        that has a lower priority, or has passed it for long. In either case only of jobs that can be preempted: first
+        of those that passed it, then of the team that has used most for its weight, then of the lowest priority, then
+        of those that began last.
         """
-        soon = self.snapshot.now + STOP_S
+        job, soon = turn.job, self.snapshot.now + STOP_S
         chosen: list[Job] = []
-        for victim in self._candidates(job, entitled):
+
+        def enough() -> bool:
+            within = not turn.passers or turn.over <= sum(victim.gpus for victim in chosen if victim.team == job.team)
+            return within and _earliest(lines, soon, length, job.gpus) <= soon
+
+        for victim in self._candidates(turn):
             self._give_back(victim, soon, -victim.gpus)
             chosen.append(victim)
-            if _earliest(lines, soon, length, job.gpus) <= soon:
+            if enough():
                 break
         else:
             for victim in chosen:
@@ -218,16 +267,17 @@ class _Board:
             return []
         for victim in list(chosen):  # some that were chosen before the last may not be needed
             self._give_back(victim, soon, victim.gpus)
-            if _earliest(lines, soon, length, job.gpus) <= soon:
-                chosen.remove(victim)
-            else:
+            chosen.remove(victim)
+            if not enough():
                 self._give_back(victim, soon, -victim.gpus)
+                chosen.append(victim)
         stop = Stop(self.snapshot.now, "", for_id=job.id)
         gone = {victim.id for victim in chosen}
         self.active = [replace(other, stop=stop) if other.id in gone else other for other in self.active]
         return chosen
 
-    def _candidates(self, job: Job, entitled: bool) -> list[Job]:
+    def _candidates(self, turn: _Turn) -> list[Job]:
+        job = turn.job
         kept: set[int] = set()
         for name in {other.team for other in self.active}:
             kept |= self._within(name)
@@ -237,10 +287,17 @@ class _Board:
             if other.preemptible
             and other.state is State.RUNNING
             and other.stop is None
-            and ((other.priority < job.priority) if other.team == job.team else (entitled and other.id not in kept))
+            and (
+                (other.priority < job.priority or other.id in turn.passers)
+                if other.team == job.team
+                else (turn.entitled and other.id not in kept)
+            )
         ]
         used = {other.team: of_team(self.snapshot, other.team) for other in found}
-        return sorted(found, key=lambda other: (-used[other.team], other.priority, -other.admitted_at, -other.id))
+        return sorted(
+            found,
+            key=lambda o: (o.id not in turn.passers, -used[o.team], o.priority, -o.admitted_at, -o.id),
+        )
 
     def _give_back(self, victim: Job, soon: float, places: int) -> None:
         self._hold(victim, soon, max(soon, end_of(victim, self.snapshot.now)), places)
