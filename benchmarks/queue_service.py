@@ -48,7 +48,7 @@ class EndlessRunner:
         return Control()
 
     def leases(self, since: int) -> tuple[ControlStatus, Sequence[LeaseRecord]]:
-        return ControlStatus((), (), (), 0), ()
+        return ControlStatus((), (), ()), ()
 
     def start(self, work: Work) -> None: ...
 
@@ -71,7 +71,7 @@ class InstantRunner:
         return Control()
 
     def leases(self, since: int) -> tuple[ControlStatus, Sequence[LeaseRecord]]:
-        return ControlStatus((), (), (), 0), ()
+        return ControlStatus((), (), ()), ()
 
     def start(self, work: Work) -> None:
         note = work.folder / f"note-{work.attempt}"

@@ -24,7 +24,7 @@ def lease(
 
 def control(*leases: LeaseStatus, devices: int = 4) -> ControlStatus:
     pool = tuple(Device(i, "node", "127.0.0.1", i, DeviceKind.CPU) for i in range(devices))
-    return ControlStatus(pool, (), leases, journal_length=0)
+    return ControlStatus(pool, (), leases)
 
 
 @dataclass

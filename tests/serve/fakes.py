@@ -29,7 +29,7 @@ class FakePool:
         self.started: list[tuple[int, int]] = []
         self.stopped: list[tuple[int, bool]] = []
         found = tuple(Device(i, "node", "127.0.0.1", i, DeviceKind.CPU) for i in range(devices))
-        self.status = ControlStatus(found, (), (), 0)
+        self.status = ControlStatus(found, (), ())
         self.records: list[LeaseRecord] = []
 
     def devices(self) -> int:

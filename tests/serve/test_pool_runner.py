@@ -142,7 +142,7 @@ def test_what_the_control_plane_says_of_itself_is_counted(scene: Scene, monkeypa
         held(4, (0, 1), LeaseState.PENDING),
     )
     waiting = tuple(Waiting(f"ft_{n}", "actor_train", Phase.ACTOR_TRAINING, 5.0, "") for n in range(2))
-    status = ControlStatus((), (), leases, 0, waiting, plans=7, plan_s=0.5)
+    status = ControlStatus((), (), leases, waiting, plans=7, plan_s=0.5)
     orchestrator = SimpleNamespace(status=SimpleNamespace(remote=lambda: status))
     monkeypatch.setattr(PoolRunner, "_attached", lambda _: orchestrator)
     monkeypatch.setattr(pool_runner, "get", lambda asked, **_: asked)

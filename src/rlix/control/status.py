@@ -51,7 +51,6 @@ def status_of(core: Core) -> ControlStatus:
         devices=state.devices,
         pipelines=pipelines,
         leases=tuple(state.leases.values()),
-        journal_length=len(known.writer),
         waiting=waiting,
         granted_at=dict(known.granted_at),
         holders={lease.epoch: known.holders(lease) for lease in held},

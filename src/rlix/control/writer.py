@@ -93,9 +93,6 @@ class Writer:
         if self.trouble:
             raise JournalError(self.trouble)
 
-    def __len__(self) -> int:
-        return len(self._journal)
-
     def close(self) -> None:
         if self._compaction is not None:
             self._compaction.cancel()

@@ -9,8 +9,8 @@ from rlix.node.process import start_time
 from rlix.protocol.messages import Process
 
 _CGROUPS = Path("/sys/fs/cgroup")
-KEPT, SPENT = 0, 1000
-"""Scores for the kernel: of processes on which others depend, and of those that compute."""
+KEPT = 0
+"""The score of processes on which others depend, for the kernel."""
 
 
 def set_oom_score(score: int) -> None:

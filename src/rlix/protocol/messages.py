@@ -353,7 +353,6 @@ class ControlStatus:
     devices: tuple[Device, ...]
     pipelines: tuple[PipelineStatus, ...]
     leases: tuple[LeaseStatus, ...]
-    journal_length: int
     waiting: tuple[Waiting, ...] = ()
     granted_at: Mapping[int, float] = field(default_factory=dict)
     holders: Mapping[int, tuple[Process, ...]] = field(default_factory=dict)

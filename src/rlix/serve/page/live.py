@@ -30,7 +30,7 @@ _FIRST_S = 3600.0  # of what was before the service is asked for at first
 _USAGE_S = 86400.0
 _USAGE_EVERY_S = 60.0
 _READERS = 32
-_NOTHING = ControlStatus((), (), (), 0)
+_NOTHING = ControlStatus((), (), ())
 
 
 class Live:
