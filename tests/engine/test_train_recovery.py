@@ -117,6 +117,25 @@ def test_one_rank_alone_that_hangs_is_started_anew_and_ended_where_it_does_not_e
             engine.count([[1]])
 
 
+def test_what_a_killed_rank_held_comes_from_a_copy(ray_session: Any) -> None:
+    """Also where it was the first of those that hold it; a state of which nobody else holds a part is lost."""
+    with TrainEngine(policy()).build(data_parallel_size=4, shard=2, seed=11) as engine:
+        losses = train(engine, range(2))
+        expected = engine.state_dict()
+        for killed in (0, 3):
+            with pytest.raises(WorkerError, match=rf"with their weights.*\(what rank {killed} held, which was killed"):
+                engine.die(killed)
+            assert same(engine.state_dict(), expected)
+        losses += train(engine, range(2, 4))
+        assert engine.steps_done() == 4
+        engine.resize(shard=2)
+        with pytest.raises(WorkerError, match=r"weights and optimizer state are lost\nbuild\(\)"):
+            engine.die(1)
+        assert "weights and optimizer state are lost" in (engine.life.failure or "")
+    with TrainEngine(policy()).build(data_parallel_size=4, shard=2, seed=11) as engine:
+        assert train(engine, range(4)) == losses
+
+
 def test_the_same_calls_are_allowed_wherever_the_bytes_are(ray_session: Any, tmp_path: Path) -> None:
     """With a mover that frees the device's memory as on a GPU."""
     with TrainEngine(policy(), Swapping).build(shard=2, seed=11) as engine:

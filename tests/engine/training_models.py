@@ -1,6 +1,8 @@
 """A small policy that trains, for the training engine's tests."""
 
 import ctypes
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -82,6 +84,12 @@ class Policy(rlix.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
             raise KeyError("only here")
         self.draw()  # as dropout does
         time.sleep(seconds)
+
+    def die(self, rank: int) -> None:
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.draw()
+        self.dp_sum(1.0)  # waits for a rank that does not come
 
     def sleep_deaf(self, seconds: int) -> None:
         """No other thread of the process runs meanwhile."""

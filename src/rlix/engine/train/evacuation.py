@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ray.exceptions import ActorDiedError
 
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import DeviceKind
@@ -18,12 +19,13 @@ logger = logging.getLogger(__name__)
 
 Begun = Mapping[tuple[int, ...], Sequence[int]]
 """By members, how many collectives one rank has begun in each of its process groups."""
+_LIFE_SIGN_S = 5.0  # within which a rank that has ended is known to have
 _DRAIN_S = 1.0  # for what a device was given to do before a call failed
 
 
 @dataclass(frozen=True, slots=True)
 class Evacuated:
-    """Ray's references to what each rank handed over (`Handover`), which the calling process owns.
+    """Ray's references to what each rank handed over (`Handover`), which the calling process owns; None: it was dead.
 
     `agree`: no rank, or each as often as the others, has written to its parameters during the last call; none at all
     where one did not come back from it.
@@ -31,6 +33,11 @@ class Evacuated:
 
     parts: tuple[Any, ...]
     agree: bool
+
+    @property
+    def lost(self) -> list[int]:
+        """Ranks of whose parts others hold copies."""
+        return [rank for rank, part in enumerate(self.parts) if part is None]
 
 
 def standing(kind: DeviceKind) -> tuple[Begun, bool]:
@@ -63,29 +70,41 @@ def settled(group: WorkerGroup, timeout_s: float) -> bool:
     return all(drained for _, drained in standing) and in_step([begun for begun, _ in standing])
 
 
-def evacuate(group: WorkerGroup, settle_s: float, hand_over_s: float) -> Evacuated | None:
-    """Have every rank hand over what it holds, and end it; None when one cannot, or is dead.
+def evacuate(group: WorkerGroup, settle_s: float, hand_over_s: float, *, copies: bool) -> Evacuated | None:
+    """Have every rank hand over what it holds, and end it; None when one cannot.
+
+    `copies`: whether every part is held by more than one rank, so that those of dead ones are handed over by others.
 
     A rank that waits for others in a collective comes back when their processes end: so each is ended as soon as it
     has handed over. Of those that do not come back within `settle_s` it is taken while they hang, within `hand_over_s`.
     """
     group.call("abort")
     everyone = range(group.world_size)
-    found = _handed_over(group, everyone, settle_s, at_once=False)
-    if hanging := [rank for rank in everyone if rank not in found]:
-        found |= _handed_over(group, hanging, hand_over_s, at_once=True)
-    if len(found) < len(everyone):
+    lost = _dead(group, min(settle_s, _LIFE_SIGN_S))
+    living = [rank for rank in everyone if rank not in lost]
+    if lost and not (copies and living):
+        return None
+    found = _handed_over(group, living, lost, settle_s, at_once=False)
+    if hanging := [rank for rank in living if rank not in found]:
+        found |= _handed_over(group, hanging, lost, hand_over_s, at_once=True)
+    if len(found) < len(living):
         return None
     written = {count for _, count in found.values()}
-    agree = written == {0} if hanging else len(written) == 1
-    return Evacuated(tuple(found[rank][0] for rank in everyone), agree)
+    agree = written == {0} if hanging or lost else len(written) == 1
+    return Evacuated(tuple(found[rank][0] if rank in found else None for rank in everyone), agree)
+
+
+def _dead(group: WorkerGroup, timeout_s: float) -> list[int]:
+    futures = [ref.future() for ref in group.submit("ping", ranks=range(group.world_size), at_once=True)]
+    ended, _ = wait(futures, timeout=timeout_s)
+    return [rank for rank, f in enumerate(futures) if f in ended and isinstance(f.exception(), ActorDiedError)]
 
 
 def _handed_over(
-    group: WorkerGroup, ranks: Sequence[int], timeout_s: float, *, at_once: bool
+    group: WorkerGroup, ranks: Sequence[int], lost: Sequence[int], timeout_s: float, *, at_once: bool
 ) -> dict[int, tuple[Any, int]]:
     """By rank, what those hand over that can, and how often they have written to their parameters; they are ended."""
-    handed = group.submit("hand_over", kwargs={"undo": True}, ranks=ranks, at_once=at_once)
+    handed = group.submit("hand_over", kwargs={"undo": True, "lost": lost}, ranks=ranks, at_once=at_once)
     parts = dict(zip(ranks, handed, strict=True))
     changes = group.submit("changes", ranks=ranks, at_once=at_once)  # ends after the former
     waiting = {ref.future(): rank for rank, ref in zip(ranks, changes, strict=True)}

@@ -5,8 +5,9 @@ intersections with its own boxes. No rank has to hold a whole tensor, and nobody
 on anything: ranks that wait for each other in vain can still hand over what they have.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -32,12 +33,13 @@ class Handover:
     random_state: str
 
 
-def pack(named: Mapping[str, torch.Tensor], rank: int) -> tuple[Sequence[Bytes], Manifest]:
-    """What this rank is the first to hold: of copies of a shard one is packed, of whole tensors rank 0's."""
+def pack(named: Mapping[str, torch.Tensor], rank: int, lost: Collection[int] = ()) -> tuple[Sequence[Bytes], Manifest]:
+    """What this rank is the first to hold of those that are not `lost`: of copies of a shard, or of a whole tensor, one
+    is packed."""
     return buckets.pack(
         (WeightSlice(name, tuple(tensor.shape), part.box), part_of(local_tensor(tensor), part.at, extent(part.box)))
         for name, tensor in named.items()
-        if _is_first(tensor, rank)
+        if rank == _first(tensor, lost)
         for part in pieces_of(tensor, name)
     )
 
@@ -75,10 +77,15 @@ def _fill(tensor: torch.Tensor, name: str, sources: Mapping[Box, torch.Tensor]) 
     return missing
 
 
-def _is_first(tensor: torch.Tensor, rank: int) -> bool:
+def _first(tensor: torch.Tensor, lost: Collection[int]) -> int | None:
+    """The first rank that holds what this one does of a tensor; None where this one holds nothing."""
     if not isinstance(tensor, DTensor):
-        return rank == 0
+        return next(rank for rank in count() if rank not in lost)
     place = tensor.device_mesh.get_coordinate()
-    return place is not None and all(
-        not isinstance(how, Replicate) or at == 0 for how, at in zip(tensor.placements, place, strict=True)
+    if place is None:
+        return None
+    copies = tuple(
+        slice(None) if isinstance(how, Replicate) else at for how, at in zip(tensor.placements, place, strict=True)
     )
+    ranks: list[int] = tensor.device_mesh.mesh[copies].flatten().tolist()
+    return next(rank for rank in ranks if rank not in lost)

@@ -334,7 +334,7 @@ class TrainWorkers(Engine):
         logger.warning("%s: not all ranks came back from %s(): starting its workers anew", self.name, method)
         devices, layout, lease = self.devices, self._layout, self._lease
         residency = self._life.residency  # as far as is known: who would be asked is being ended
-        state = evacuate(group, SETTLE_TIMEOUT_S, HAND_OVER_TIMEOUT_S)
+        state = evacuate(group, SETTLE_TIMEOUT_S, HAND_OVER_TIMEOUT_S, copies=layout.world > layout.copy)
         if state is None:
             return self._give_up(
                 "not all ranks came back from it or told what they hold, so the workers were ended: weights and "
@@ -358,7 +358,11 @@ class TrainWorkers(Engine):
                 "weights had been changed by then, not by all ranks alike or not to the end, so weights and optimizer "
                 "state were dropped"
             ), "load_state() or load() brings the engine back"
-        return "its workers were started anew with their weights and optimizer state; gradients are dropped", ""
+        said = "its workers were started anew with their weights and optimizer state; gradients are dropped"
+        if state.lost:
+            ranks = ", ".join(map(str, state.lost))
+            said += f" (what rank {ranks} held, which was killed, is of a copy; its random stream begins anew)"
+        return said, ""
 
     def _give_up(self, lost: str) -> tuple[str, str]:
         """End all workers; `life` says why until it is built again."""

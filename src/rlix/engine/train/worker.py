@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -324,10 +324,11 @@ class TrainWorker(Worker):
 
     # ---- to other ranks ----------------------------------------------------------------------------------------
 
-    def hand_over(self, undo: bool) -> Handover | None:
+    def hand_over(self, undo: bool, lost: Collection[int] = ()) -> Handover | None:
         """This rank's part of the training state, wherever its bytes are; asks nothing of the other ranks.
 
-        `undo`: where the last call has changed no weights, random generators are as it found them.
+        `undo`: where the last call has changed no weights, random generators are as it found them. `lost`: ranks whose
+        parts others hand over that hold copies of them.
 
         Raises RlixError beside a move, or a forward pass, which has gathered what is not handed over.
         """
@@ -338,7 +339,7 @@ class TrainWorker(Worker):
             snapshot = checkpoint.capture(self._module, copy=False, parts=self._executor)
             if not self._last.leaves_shards:
                 raise RlixError("a move or a forward pass is not through")
-            buckets, manifest = pack(snapshot.tensors, self.ctx.rank)
+            buckets, manifest = pack(snapshot.tensors, self.ctx.rank, lost)
         random = json.dumps(self._last.random_state) if undo else snapshot.random_state
         return Handover(buckets, manifest, snapshot.shared, random)
 
@@ -347,14 +348,19 @@ class TrainWorker(Worker):
         return self._last.changes
 
     def take_over(self, given: Sequence[Any]) -> TrainStatus:
-        """Take the state that other ranks handed over, given as Ray's references in the order of their ranks."""
-        parts: list[Handover] = [reference.future().result(self._collective_timeout_s) for reference in given]
+        """Take the state that other ranks handed over, given as Ray's references by rank; None of one that was lost.
+
+        A rank that takes nobody's place, or a lost one's, begins a random stream of its own.
+        """
+        timeout_s, rank = self._collective_timeout_s, self.ctx.rank
+        handed: dict[int, Handover] = {i: of.future().result(timeout_s) for i, of in enumerate(given) if of is not None}
+        parts = list(handed.values())
         read = partial(unpack, given=parts)
         what = f"the state of {self.ctx.group}"
         checkpoint.restore(self._module, what, json.loads(parts[0].shared), read, self._executor)
-        set_random_state(json.loads(parts[min(self.ctx.rank, len(parts) - 1)].random_state))
-        if self.ctx.rank >= len(parts):
-            torch.manual_seed(torch.initial_seed() + self.ctx.rank)
+        set_random_state(json.loads(handed.get(rank, parts[-1]).random_state))
+        if rank not in handed:
+            torch.manual_seed(torch.initial_seed() + rank)
         return self.status()
 
     def collectives(self) -> tuple[Begun, bool]:
