@@ -121,7 +121,7 @@ def fill(api: Api, home: Path) -> int:
     ours = PipelineStatus("ft_1", True, (train,), (), Demand(0), name="sweep")
     other = PipelineStatus("job_2", True, (train,), ("actor_train",), Demand(0), name="my script")
     waiting = Waiting("job_2", "actor_train", Phase.ACTOR_TRAINING, clock.now, "ft_1", ((0, 1, 2, 3),))
-    pool.status = pool.status.__class__(pool.status.devices, (ours, other), (), 0, waiting=(waiting,))
+    pool.status = pool.status.__class__(pool.status.devices, (ours, other), (), waiting=(waiting,))
     for epoch in range(1, 20):
         pool.lend(clock, "ft_1", range(4) if epoch % 2 else range(2, 8), epoch, Phase(6 if epoch % 2 else 1))
         clock.now += 30
