@@ -26,7 +26,7 @@ from rlix.pipeline.planning.made import FILE as PLAN_FILE
 from rlix.pipeline.planning.made import PlannedJob
 from rlix.pipeline.planning.watch import PlanWatch
 from rlix.pipeline.samples import mean_or_none
-from rlix.pipeline.spec.named import parse_options
+from rlix.pipeline.spec.named import options_of
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Device, DeviceKind, Lease
 from rlix.protocol.types import Phase
@@ -55,7 +55,7 @@ class Pipeline(ABC):
         self.config = config
         self.spec = config.spec
         given = self.spec.pipeline.options if self.spec.pipeline is not None else {}
-        self.options = parse_options(type(self), given) if self.Options is not None else given
+        self.options = options_of(type(self), given)
         self.client = JobClient(pipeline_id) if client is None else client
         self.registration = self.client.registration()
         self.devices = self.client.devices()

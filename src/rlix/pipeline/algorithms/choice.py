@@ -5,8 +5,7 @@ from rlix.pipeline.algorithms.given import Dpo, Sft
 from rlix.pipeline.algorithms.groups import Cispo, ClipCov, Dapo, DrGrpo, Grpo, Gspo, Rloo
 from rlix.pipeline.algorithms.returns import Distill, Ppo, ReinforcePlusPlus
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
-from rlix.pipeline.spec.named import import_object
-from rlix.protocol.errors import SpecError
+from rlix.pipeline.spec.named import import_class
 
 CLASSES: dict[str, type[Algorithm]] = {
     "grpo": Grpo,
@@ -29,7 +28,5 @@ def build_algorithm(spec: AlgorithmSpec, longest: int) -> Algorithm:
 
     Raises SpecError when what the job names is no algorithm.
     """
-    found = CLASSES.get(spec.name) or import_object(spec.name)
-    if not (isinstance(found, type) and issubclass(found, Algorithm)):
-        raise SpecError(f"algorithm.name: {spec.name!r} is not a subclass of rlix.pipeline.algorithms.Algorithm")
+    found: type[Algorithm] = CLASSES.get(spec.name) or import_class("algorithm", spec.name)
     return found(spec.parse(), Setting(longest, spec))

@@ -22,7 +22,7 @@ from rlix.pipeline.jobs.need import start_need
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import MULTI_LORA, RunSpec
-from rlix.pipeline.spec.named import import_object
+from rlix.pipeline.spec.named import import_class
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.types import HEAD_RESOURCE, NAMESPACE, ORCHESTRATOR_ACTOR_NAME, pipeline_namespace
 from rlix.workers.prefork import runtime_env
@@ -242,10 +242,6 @@ def resolve_pipeline(spec: JobSpec) -> "type[Pipeline]":
     Raises:
         SpecError: it cannot be imported, or is no `Pipeline`.
     """
-    from rlix.pipeline.base import Pipeline  # imports torch, which neither the coordinator nor `rlix status` needs
-
     name = _TRAINER if spec.pipeline is None else spec.pipeline.name
-    found = import_object(_SHIPPED.get(name, name))
-    if not (isinstance(found, type) and issubclass(found, Pipeline)):
-        raise SpecError(f"pipeline: {name!r} is not a subclass of rlix.pipeline.Pipeline")
+    found: type[Pipeline] = import_class("pipeline", _SHIPPED.get(name, name))
     return found

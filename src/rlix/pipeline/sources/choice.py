@@ -9,7 +9,7 @@ from rlix.pipeline.sources.episodes import EpisodeSource
 from rlix.pipeline.sources.prompts import PromptSource
 from rlix.pipeline.sources.tables import load_tables
 from rlix.pipeline.sources.tasks.base import Task
-from rlix.pipeline.spec.named import import_object, parse_options
+from rlix.pipeline.spec.named import import_class, import_object, options_of, parse_options
 from rlix.pipeline.spec.source import TASK_GIVEN, SourceSpec, TaskSpec
 from rlix.protocol.errors import SpecError
 
@@ -35,11 +35,8 @@ def build_source(spec: SourceSpec, around: Surroundings) -> Source:
         return ConversationSource(spec.conversations, around, spec.chat)
     if spec.name is None:
         raise SpecError("source: is missing: where samples come from; add e.g. 'source: {task: sort_digits}'")
-    found: Any = import_object(spec.name)
-    if not (isinstance(found, type) and issubclass(found, Source)):
-        raise SpecError(f"source.name: {spec.name!r} is not a subclass of rlix.pipeline.sources.Source")
-    has_options = getattr(found, "Options", None) is not None
-    return found(parse_options(found, spec.options) if has_options else spec.options, around)
+    found = import_class("source", spec.name)
+    return cast(Source, found(options_of(found, spec.options), around))
 
 
 def build_task(spec: TaskSpec, tokenizer: Any) -> Task:

@@ -11,7 +11,7 @@ from rlix.pipeline.spec.columns import column_problems, data_fields, is_hub_name
 from rlix.pipeline.spec.executor import own_options
 from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.model import quantized
-from rlix.pipeline.spec.named import import_object, is_own, option_problems, where_defined
+from rlix.pipeline.spec.named import BASES, import_object, is_own, option_problems, where_defined
 from rlix.pipeline.spec.runs import run_of
 from rlix.pipeline.spec.sections import Sections
 from rlix.pipeline.spec.source import (
@@ -28,15 +28,6 @@ from rlix.pipeline.spec.source import (
 from rlix.protocol.errors import SpecError
 from rlix.protocol.spec_file import Problem
 
-_BASES = {
-    "pipeline": "rlix.pipeline:Pipeline",
-    "rollout.executor": "rlix.engine.executors.base:InferenceExecutor",
-    "training.executor": "rlix.engine.train.executor:TrainExecutor",
-    "algorithm": "rlix.pipeline.algorithms:Algorithm",
-    "schedule": "rlix.pipeline.schedules:Schedule",
-    "source": "rlix.pipeline.sources:Source",
-    "source.task": "rlix.pipeline.sources.tasks:Task",
-}
 _TOKENIZERS = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken", "*spiece*")
 """One of these is in any folder with a tokenizer."""
 _GIVEN = {REWARD_GIVEN: "prompt, completion and answer", TASK_GIVEN: "one thing (a tokenizer, an Instance)"}
@@ -123,7 +114,7 @@ def _warmup(source: SourceSpec) -> Iterator[Problem]:
             f"the environment {source.environment.name} has no 'demonstrate' to learn from; remove this, or give its "
             "class that method",
         )
-    base: Any = import_object(_BASES["source.task"])
+    base: Any = import_object(BASES["source.task"])
     if source.task and getattr(found, "supervised", None) is base.supervised:
         yield Problem("warmup", f"{source.task.name} has no 'supervised' to learn from; remove this, or write it")
 
@@ -190,12 +181,12 @@ def _own(
     except SpecError as error:
         yield Problem(f"{field}.name", str(error))
         return
-    base: Any = import_object(_BASES[field]) if field in _BASES and is_own(name) else None
+    base: Any = import_object(BASES[field]) if field in BASES and is_own(name) else None
     at = where_defined(found)
     if not callable(found):
         yield Problem(f"{field}.name", f"{name} is a {type(found).__name__}, not something that can be called")
     elif base is not None and not _derives(found, base, or_makes=given > 0):
-        yield Problem(f"{field}.name", f"{name} is not a subclass of {_BASES[field].replace(':', '.')}{at}")
+        yield Problem(f"{field}.name", f"{name} is not a subclass of {BASES[field].replace(':', '.')}{at}")
     elif inspect.isabstract(found):
         lacks = " and no ".join(sorted(getattr(found, "__abstractmethods__", ())))
         yield Problem(f"{field}.name", f"{name} has no {lacks}; write it{at}")

@@ -24,6 +24,16 @@ from rlix.protocol.spec_file import Problem, nearest, problems_of
 
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _NOT_OWN = ("<", str(Path(__file__).parents[2]), *_LIBRARIES)  # how names of files begin that no user wrote
+BASES = {
+    "pipeline": "rlix.pipeline:Pipeline",
+    "rollout.executor": "rlix.engine.executors.base:InferenceExecutor",
+    "training.executor": "rlix.engine.train.executor:TrainExecutor",
+    "algorithm": "rlix.pipeline.algorithms:Algorithm",
+    "schedule": "rlix.pipeline.schedules:Schedule",
+    "source": "rlix.pipeline.sources:Source",
+    "source.task": "rlix.pipeline.sources.tasks:Task",
+}
+"""What something of the user's derives from, by the section that names it."""
 _FORMS = "file.py:name or package.module:name"
 _loading = threading.RLock()  # runs of a job may name the same file at the same time
 
@@ -72,6 +82,14 @@ def import_object(name: str) -> object:
 def shipped_or_own(name: str) -> Any:
     """The object behind the name of something of the user's; of what ships the name itself."""
     return import_object(name) if is_own(name) else name
+
+
+def import_class(section: str, name: str) -> Any:
+    """The class of a user's that a section names. Raises SpecError when there is none, or it is of another kind."""
+    found, base = import_object(name), cast(type, import_object(BASES[section]))
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise SpecError(f"{section}.name: {name!r} is not a subclass of {BASES[section].replace(':', '.')}")
+    return found
 
 
 def load_module(name: str) -> ModuleType:
@@ -167,6 +185,11 @@ def parse_options(found: object, options: Mapping[str, Any], given: int = 0) -> 
         return dict(options)
     values = _validated(TypeAdapter(model), options)
     return {key: getattr(values, key) for key in options}
+
+
+def options_of(found: Any, options: Mapping[str, Any]) -> Any:
+    """`options` as its class `Options` has them; without one as they are."""
+    return dict(options) if getattr(found, "Options", None) is None else parse_options(found, options)
 
 
 def option_problems(
