@@ -319,8 +319,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"pipeline": "multi_lora", "runs": {"a": {"lora": {"path": "no"}}}}, "runs.a.lora.path", "no PEFT adapter"),
     ({"algorithm": {"clip_high": 0.3}}, "algorithm.clip_high", "write it under 'algorithm.options'"),
-    ({"pipeline": "full_finetune"}, "pipeline", "remove the line"),
-    ({"pipeline": "asynchronous_agentic"}, "pipeline", "an environment under 'source' and 'schedule: ahead' say it"),
+    ({"pipeline": "full_finetune"}, "pipeline", "must be multi_lora, file.py:name or package.module:name, not"),
 ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import PrivateAttr, ValidationError, model_validator
 
 from rlix.engine.executors.registry import backend
 from rlix.pipeline.spec.checks import inconsistencies
@@ -17,7 +17,7 @@ from rlix.pipeline.spec.columns import is_path
 from rlix.pipeline.spec.environment import device_problems, environment_problems
 from rlix.pipeline.spec.lora import RunSpec
 from rlix.pipeline.spec.named import shipped_or_own
-from rlix.pipeline.spec.old_keys import moved, old_pipeline
+from rlix.pipeline.spec.old_keys import moved
 from rlix.pipeline.spec.runs import run_of, run_problems
 from rlix.pipeline.spec.section import Section
 from rlix.pipeline.spec.sections import Sections
@@ -64,13 +64,6 @@ class JobSpec(Sections):
     def file(self) -> str:
         """Where it was read from; "" of a spec that was made in a program."""
         return self._origin.path
-
-    @field_validator("pipeline", mode="before")
-    @classmethod
-    def _own(cls, value: Any) -> Any:
-        if (fix := old_pipeline(value)) is not None:
-            raise ValueError(fix)
-        return value
 
     @property
     def run_specs(self) -> dict[str, "JobSpec"]:

@@ -1,8 +1,5 @@
 """Keys that job specs no longer have, and what to write instead."""
 
-from collections.abc import Mapping
-from typing import Any
-
 _OPTIONS = (
     "clip_low",
     "clip_high",
@@ -26,7 +23,6 @@ _MOVED = {
     "schedule.options.importance_cap": "belongs to any schedule now; write 'algorithm: {importance_cap: 2.0}'",
 }
 _PLANNED = ("plan.chosen", "plan.step_s", "plan.load_s", "plan.seconds")
-_PIPELINES = ("full_finetune", "agentic", "actor_critic", "asynchronous", "asynchronous_agentic")
 
 
 def moved(dotted: str) -> str | None:
@@ -39,18 +35,3 @@ def moved(dotted: str) -> str | None:
     if section == "algorithm" and key in _OPTIONS:
         return "is an option of the algorithm now; write it under 'algorithm.options'"
     return None
-
-
-def old_pipeline(given: Any) -> str | None:
-    """What to write instead of the name of a pipeline that ships: what it was is said by the other sections."""
-    name = given.get("name") if isinstance(given, Mapping) else given
-    if name not in _PIPELINES:
-        return None
-    what = {
-        "full_finetune": "prompts, on policy, is what a job is unless it says otherwise",
-        "agentic": "an environment under 'source' says it",
-        "actor_critic": "'algorithm: ppo' says it",
-        "asynchronous": "'schedule: ahead' says it",
-        "asynchronous_agentic": "an environment under 'source' and 'schedule: ahead' say it",
-    }[name]
-    return f"{name!r} is no longer written, {what}; remove the line (it is for a pipeline of your own)"
