@@ -15,10 +15,10 @@ import shutil
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from pydantic import ValidationError
@@ -30,16 +30,17 @@ from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.parts.local import LocalWorker
 from rlix.flow.programs.wiring import Part
 from rlix.pipeline.algorithms.choice import build_algorithm
-from rlix.pipeline.batch import PolicyBatch, over_ranks
+from rlix.pipeline.batch import PolicyBatch
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.models import prepare_model
-from rlix.pipeline.policy import score
+from rlix.pipeline.policy import score, update
 from rlix.pipeline.requests.whole import STATE, published
-from rlix.pipeline.rollout.router import Sampling, Trajectory
+from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.samples import Sample, Samples, Turn, measured
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import ended
 from rlix.pipeline.sources.rewards import Reward
+from rlix.pipeline.sources.surroundings import sampling_of
 from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.executor import build_arguments
 from rlix.pipeline.spec.named import shipped_or_own
@@ -209,13 +210,7 @@ class _Generate(_Engine):
 
     def run(self, items: Sequence[Any]) -> list[Answered]:
         policy, rollout = self.policy, self.policy.spec.rollout
-        sampling = Sampling(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop_token_ids=policy.ends.token_ids,
-        )
+        sampling = sampling_of(rollout, policy.ends)
         prompts, made = [self._prompt(item) for item in items], list[Answered]()
         ids = [f"{prompt.id}/{number}" for prompt in prompts for number in range(rollout.samples_per_prompt)]
         every = [prompt for prompt in prompts for _ in range(rollout.samples_per_prompt)]
@@ -233,17 +228,7 @@ class _Generate(_Engine):
         return made
 
     def _answers(self, asked: Sequence[Trajectory]) -> list[Sample]:
-        params = [
-            {
-                "max_new_tokens": one.sampling.max_new_tokens,
-                "temperature": one.sampling.temperature,
-                "top_p": one.sampling.top_p,
-                "top_k": one.sampling.top_k,
-                "stop_token_ids": one.sampling.stop_token_ids,
-                "seed": one.seed,
-            }
-            for one in asked
-        ]
+        params = [{**asdict(one.sampling), "seed": one.seed} for one in asked]
         prompts = [list(one.prompt_ids) for one in asked]
         found = self.engine.generate(prompts, params, request_ids=[one.id for one in asked])
         samples = []
@@ -356,10 +341,7 @@ class _Train(_TrainEngine):
         return list(answered)
 
     def _update(self, part: PolicyBatch, denominator: float) -> dict[str, float]:
-        spec = self.policy.spec
-        temperature, norm = spec.rollout.temperature, spec.optimizer.max_grad_norm
-        found = self.engine.policy_step(over_ranks(part), denominator, self.algorithm, temperature, norm)
-        return cast(dict[str, float], found)
+        return update(self.engine, self.policy.spec, part, denominator, self.algorithm)
 
     def save(self) -> "_Saved | None":
         if self.engine is None:

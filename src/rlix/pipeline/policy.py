@@ -17,6 +17,7 @@ from rlix.pipeline.rollout.adapters import AdapterRollouts
 from rlix.pipeline.spec.algorithm import Needs
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import LoraSpec
+from rlix.pipeline.spec.sections import Sections
 
 
 class Policy:
@@ -54,11 +55,7 @@ class Policy:
 
     def train(self, batch: PolicyBatch, denominator: float, algorithm: Algorithm) -> dict[str, float]:
         """One optimizer step on a minibatch."""
-        temperature, norm = self.spec.rollout.temperature, self.spec.optimizer.max_grad_norm
-        found = self.engines.actor.policy_step(
-            over_ranks(batch), denominator, algorithm, temperature, norm, self.adapter
-        )
-        return cast(dict[str, float], found)
+        return update(self.engines.actor, self.spec, batch, denominator, algorithm, self.adapter)
 
     def publish(self, version: int) -> Published:
         """What replicas need of it as it is now."""
@@ -115,6 +112,20 @@ def adapter_config(spec: LoraSpec | None) -> AdapterConfig:
 def score(engine: TrainEngine, batch: PolicyBatch, temperature: float, adapter: str | None = None) -> torch.Tensor:
     """Log-probabilities of the batch's tokens under an engine's model: [samples, length - 1]."""
     return cast(torch.Tensor, engine.log_probs(over_ranks(tokens_of(batch)), temperature, adapter))
+
+
+def update(
+    engine: TrainEngine,
+    spec: Sections,
+    batch: PolicyBatch,
+    denominator: float,
+    algorithm: Algorithm,
+    adapter: str | None = None,
+) -> dict[str, float]:
+    """One optimizer step of an engine's policy on a minibatch."""
+    temperature, norm = spec.rollout.temperature, spec.optimizer.max_grad_norm
+    found = engine.policy_step(over_ranks(batch), denominator, algorithm, temperature, norm, adapter)
+    return cast(dict[str, float], found)
 
 
 def save_state(engine: TrainEngine, path: Path, *, asynchronous: bool) -> list[SaveHandle]:

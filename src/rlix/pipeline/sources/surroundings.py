@@ -10,7 +10,13 @@ from rlix.pipeline.ends import Ends
 from rlix.pipeline.rollout.router import Sampling
 from rlix.pipeline.sources.base import Generator, Surroundings
 from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.sections import RolloutSpec
 from rlix.pipeline.tokenizer import load_tokenizer
+
+
+def sampling_of(rollout: RolloutSpec, ends: Ends) -> Sampling:
+    """How answers are drawn that are learnt from."""
+    return Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, ends.token_ids)
 
 
 def surroundings(
@@ -25,13 +31,7 @@ def surroundings(
         groups=rollout.prompts_per_step + rollout.spare_prompts,
         spare=rollout.spare_prompts,
         group_size=rollout.samples_per_prompt,
-        sampling=Sampling(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop_token_ids=ends.token_ids,
-        ),
+        sampling=sampling_of(rollout, ends),
         context=rollout.longest(int(AutoConfig.from_pretrained(model).max_position_embeddings)),
         tokenizer=tokenizer,
         ends=ends,
