@@ -1,13 +1,16 @@
 """Learning from conversations and preferences that are given: as a job, and as the beginning of one."""
 
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from rlix.cli.main import app
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.rollout.none import NoRollouts
 from rlix.pipeline.rollout.router import Sampling
@@ -20,6 +23,7 @@ from tests.pipeline.chat_models import byte_tokenizer, template
 from tests.pipeline.in_process import InProcess
 from tests.pipeline.training_jobs import closing_jobs, replicas, rows
 
+RIGHT = '{"prompt": "1>", "answer": "1"}'
 TALK = [
     {"role": "user", "content": "1+1?"},
     {"role": "assistant", "content": "2"},
@@ -90,7 +94,7 @@ def test_rows_are_seen_in_epochs_and_those_that_are_too_long_are_left_out(tmp_pa
 @pytest.mark.parametrize(
     ("rows", "more", "said"),
     [
-        ([{"text": "?"}], {}, "has no column 'messages' .it has text"),
+        ([{"text": "?"}], {}, "has no column 'messages'; its columns are text"),
         ([{"messages": []}], {}, "column 'messages' is empty"),
         ([{"messages": TALK[:1]}], {}, "nobody has the role 'assistant'"),
         ([{"chosen": "a", "rejected": "b"}], {"size": 2}, "column 'prompt' is empty"),
@@ -109,6 +113,41 @@ def test_where_a_row_is_in_its_file_is_looked_up_only_to_name_it(
     """Each look reads the file up to the row."""
     monkeypatch.setattr("rlix.pipeline.sources.tables.place", lambda *_: pytest.fail("the file was read again"))
     assert source(tmp_path, [{"messages": TALK}] * 3).different == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "given", "said"),
+    [
+        (None, {}, "source.conversations.path: there is no file or folder"),
+        (
+            ['{"prompt": "1>", "answer": "1"}'],
+            {},
+            "source.conversations.messages: given.jsonl has no column 'messages'",
+        ),
+        (['{"prompt": "1>", "answer": "1"}'] * 2 + ["{"], {"answer": "answer"}, "conversations.path: .*:3: is no JSON"),
+        (
+            ['{"prompt": "1>", "answer": "1"}', '{"prompt": "", "answer": "1"}'],
+            {"answer": "answer"},
+            "'prompt' is empty",
+        ),
+        (['{"prompt": "1>", "answer": "x"}'], {"answer": "answer"}, "does not know every character of 'x'"),
+        (['{"prompt": "1>", "answer": "1"}'], {"answer": "answer"}, "no mistake in given"),
+    ],
+)
+@pytest.mark.parametrize("section", ["source", "warmup"])
+def test_check_looks_at_conversations(
+    lines: list[str] | None, given: dict[str, Any], said: str, section: str, tmp_path: Path
+) -> None:
+    if lines is not None:
+        (tmp_path / "given.jsonl").write_text("\n".join(lines))
+    table: dict[str, Any] = {"conversations": {"path": "given.jsonl", **given}}
+    of_source = {"source": table, "algorithm": "sft", "rollout": {"max_new_tokens": 4, "samples_per_prompt": 1}}
+    of_warmup = {"source": {"task": "sort_digits"}, "warmup": {"steps": 1, **table}, "rollout": {"max_new_tokens": 6}}
+    clusters = {"actor_train": {"gpus": 1}}
+    job = {"name": "given", "steps": 1, "clusters": clusters, **(of_source if section == "source" else of_warmup)}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "job.yaml")])
+    assert re.search(said.replace("source.", f"{section}.", 1), result.output), result.output
 
 
 def job(folder: Path, **changes: Any) -> JobSpec:

@@ -167,6 +167,7 @@ def _lines(node: yaml.Node, prefix: str, file: str) -> Iterator[tuple[str, int]]
             yield from _lines(item, f"{prefix}.{index}", file)
 
 
+_BEGIN_PATTERN = re.compile(r"\^([\w/]+)\.\+")
 _NAME_PATTERN = re.compile(r"\^\[A-Za-z0-9\]\[A-Za-z0-9(.*?)\]\*\$")
 
 
@@ -213,7 +214,7 @@ def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel], moved:
         case "missing":
             section = _models_at(model, loc[:-1])
             about = next((m.model_fields[str(loc[-1])].description for m in section if loc[-1] in m.model_fields), None)
-            meaning = f" ({about.rstrip('.')})" if about else ""
+            meaning = f" ({' '.join(about.split()).rstrip('.')})" if about else ""
             return f"is missing and has no default{meaning}; add it"
         case "extra_forbidden" | "unexpected_keyword_argument":
             if (instead := moved(".".join(map(str, loc)))) is not None:
@@ -231,6 +232,8 @@ def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel], moved:
         case "string_pattern_mismatch" if allowed_letters := _NAME_PATTERN.fullmatch(error["ctx"]["pattern"]):
             marks = " ".join(allowed_letters[1].replace("-", "") + "-")
             return f"must begin with a letter or a digit and hold letters, digits and {marks}, not {_short(given)}"
+        case "string_pattern_mismatch" if begins := _BEGIN_PATTERN.fullmatch(error["ctx"]["pattern"]):
+            return f"must begin with {begins[1]!r}, not {_short(given)}"
         case "too_short":
             return f"must have at least {error['ctx']['min_length']}, not {_short(given)}"
         case _:

@@ -1,5 +1,6 @@
 """What shows of a job's rows with its model's tokenizer, before anything starts."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +11,15 @@ from transformers import AutoConfig
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.hub import cached_model
 from rlix.pipeline.models import describe_tiny
+from rlix.pipeline.sources.conversations import Conversations
 from rlix.pipeline.sources.data import DataTask
 from rlix.pipeline.sources.tables import load_tables
 from rlix.pipeline.spec.columns import data_fields
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.model import ModelSpec
 from rlix.pipeline.tokenizer import load_tokenizer
+from rlix.pipeline.training.parameter_groups import check_patterns
+from rlix.pipeline.training.policy import policy_on_meta
 from rlix.protocol.errors import SpecError
 
 
@@ -27,11 +31,20 @@ def look_at_rows(spec: JobSpec) -> Iterator[str]:
     with _described(spec.model) as folder:
         if folder is None:
             return
+        if spec.optimizer.groups:
+            try:
+                check_patterns([name for name, _ in policy_on_meta(folder).named_parameters()], spec.optimizer)
+            except SpecError as error:
+                yield str(error)
         try:
             tokenizer = load_tokenizer(folder)
-            Ends(tokenizer, folder, spec.rollout.stop, spec.rollout.stop_token_ids)
         except SpecError as error:
             yield f"model.path: {error}"
+            return
+        try:
+            ends = Ends(tokenizer, folder, spec.rollout.stop, spec.rollout.stop_token_ids)
+        except SpecError as error:
+            yield str(error)
             return
         context = spec.rollout.longest(int(AutoConfig.from_pretrained(folder).max_position_embeddings))
     new = spec.rollout.max_new_tokens
@@ -39,13 +52,22 @@ def look_at_rows(spec: JobSpec) -> Iterator[str]:
     for at, own in (spec.evaluation.by_field if spec.evaluation else {}).items():
         if own.source is not None:
             sources.append((f"{at}.", own.source, own.max_new_tokens or new))
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what it says of a file is said below
+    warmup = None if spec.warmup is None else spec.warmup.conversations
+    for section, given in (("source", spec.source.conversations), ("warmup", warmup)):
+        if given is not None and Path(given.path).exists():
+            at, pairs = f"{section}.conversations", section == "source" and spec.rollout.samples_per_prompt > 1
+            try:
+                Conversations(given, spec.source.chat, tokenizer, ends, context, pairs=pairs, at=at)
+            except SpecError as error:
+                yield from (f"{'' if line.startswith(at) else at + ': '}{line}" for line in str(error).splitlines())
     for where, source, most in sources:
         data = source.data
         if data is None or not all(Path(table.path).exists() for _, table in data_fields(data)):
             continue
-        import datasets
-
-        datasets.disable_progress_bars()
         longest = min(context - most, data.max_prompt_tokens or context)
         try:
             rows = load_tables(data)

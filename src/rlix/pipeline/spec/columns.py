@@ -3,11 +3,11 @@
 import csv
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlix.pipeline.spec.source import DataSpec, TableSpec
+from rlix.pipeline.spec.source import ConversationsSpec, DataSpec, TableSpec
 from rlix.protocol.errors import SpecError
 from rlix.protocol.spec_file import Problem, nearest
 
@@ -40,14 +40,24 @@ def column_problems(data: DataSpec) -> Iterator[Problem]:
 
     Tables on the hub, and folders of files, are looked at when they are loaded.
     """
-    if find_spec("datasets") is None:
-        yield Problem("source.data", "needs the package datasets; run 'pip install rlix[data]'")
-        return
     for where, table in data_fields(data):
-        yield from _table_problems(where, table)
+        yield from _table_problems(where, table, _asked_of(table))
 
 
-def _table_problems(where: str, table: TableSpec) -> Iterator[Problem]:
+def conversation_problems(where: str, given: ConversationsSpec, *, pairs: bool) -> Iterator[Problem]:
+    """The same of a table of conversations."""
+    yield from _table_problems(where, given.table, given.needed(pairs=pairs))
+
+
+def _asked_of(table: TableSpec) -> dict[str, str]:
+    """The columns that a table of prompts must have, by the field that names them."""
+    return {"prompt": table.prompt} | ({} if table.answer is None else {"answer": table.answer})
+
+
+def _table_problems(where: str, table: TableSpec, needed: Mapping[str, str]) -> Iterator[Problem]:
+    if find_spec("datasets") is None:
+        yield Problem(where, "needs the package datasets; run 'pip install rlix[data]'")
+        return
     path = Path(table.path)
     if not path.exists():
         if is_path(table.path):
@@ -70,13 +80,15 @@ def _table_problems(where: str, table: TableSpec) -> Iterator[Problem]:
         yield Problem(f"{where}.path", f"{path} cannot be read: {error.strerror}")
         return
     if columns is not None:
-        yield from missing_columns(where, table, columns)
+        yield from missing_columns(where, table, columns, needed)
 
 
-def missing_columns(where: str, table: TableSpec, columns: Sequence[str]) -> Iterator[Problem]:
-    """Those that the job names and the table lacks."""
-    for field, column in (("prompt", table.prompt), ("answer", table.answer)):
-        if column is not None and column not in columns:
+def missing_columns(
+    where: str, table: TableSpec, columns: Sequence[str], needed: Mapping[str, str] | None = None
+) -> Iterator[Problem]:
+    """Those of a table of prompts, or that are `needed`, by the field that names them, and the table lacks."""
+    for field, column in (_asked_of(table) if needed is None else needed).items():
+        if column not in columns:
             yield Problem(
                 f"{where}.{field}",
                 f"{Path(table.path).name} has no column {column!r}; its columns are "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlix.engine.executors.registry import Backend
-from rlix.pipeline.spec.columns import column_problems, data_fields, is_hub_name, known_columns
+from rlix.pipeline.spec.columns import column_problems, conversation_problems, data_fields, is_hub_name, known_columns
 from rlix.pipeline.spec.executor import own_options
 from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.model import quantized
@@ -36,7 +36,12 @@ _GIVEN = {REWARD_GIVEN: "prompt, completion and answer", TASK_GIVEN: "one thing 
 def environment_problems(spec: Sections) -> Iterator[Problem]:
     """Problems that only this machine can show."""
     yield from _source_problems(spec.source)
-    if spec.warmup is not None:
+    if spec.source.conversations is not None:
+        pairs = spec.rollout.samples_per_prompt > 1
+        yield from conversation_problems("source.conversations", spec.source.conversations, pairs=pairs)
+    if spec.warmup is not None and spec.warmup.conversations is not None:
+        yield from conversation_problems("warmup.conversations", spec.warmup.conversations, pairs=False)
+    elif spec.warmup is not None:
         yield from _warmup(spec.source)
     for where, own in (spec.evaluation.by_field if spec.evaluation else {}).items():
         for problem in _source_problems(own.source) if own.source else ():

@@ -59,6 +59,12 @@ def row_problems(spec: Sections, most_bytes: int | None = None) -> Iterator[Prob
     alphabet = set(spec.model.alphabet) if spec.model.kind == "tiny" and spec.source.chat.template is None else None
     if spec.source.data is not None:
         yield from _of_tables("", spec.source.data, alphabet, most_bytes)
+    for at, given in (("source", spec.source), ("warmup", spec.warmup)):
+        if given is not None and given.conversations is not None:
+            path = Path(given.conversations.path)
+            if path.is_file() and (most_bytes is None or path.stat().st_size <= most_bytes):
+                for message in broken_lines(path):
+                    yield Problem(f"{at}.conversations.path", message)
     for where, own in (spec.evaluation.by_field if spec.evaluation else {}).items():
         if own.source and own.source.data is not None:
             yield from _of_tables(f"{where}.", own.source.data, alphabet, most_bytes)

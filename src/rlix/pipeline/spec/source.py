@@ -199,6 +199,16 @@ class ConversationsSpec(Section):
     rejected: str = "rejected"
     """and with the worse one."""
 
+    @property
+    def table(self) -> TableSpec:
+        return TableSpec(path=self.path, config=self.config, split=self.split)
+
+    def needed(self, *, pairs: bool) -> dict[str, str]:
+        """The columns that there must be, by the field that names them, those with an answer first."""
+        if pairs:
+            return {"chosen": self.chosen, "rejected": self.rejected}
+        return {"messages": self.messages} if self.answer is None else {"answer": self.answer, "prompt": self.prompt}
+
 
 class SourceSpec(Section):
     """Where samples come from: `task`, `data` with `rewards`, `environment`, `openai`, `conversations`, or the `name`
