@@ -63,6 +63,8 @@ class Replicas:
 
     world_size = 2
 
+    def close(self, **_: Any) -> None: ...
+
     def __init__(self) -> None:
         self.aborted: list[str] = []
         self.asked = asyncio.Event()
@@ -247,3 +249,7 @@ def test_whose_weights_come_back_after_meta_is_said(engine: InferenceEngine, cap
     replicas.lives, engine._known = [away, away], False
     engine.cuda(weights=publish([], 3, put=lambda data: data))
     assert len(caplog.records) == 1
+    engine.close()
+    engine._group, replicas.lives = replicas, [away, away]
+    engine.cuda()
+    assert len(caplog.records) == 1, "what is built anew was given nothing"

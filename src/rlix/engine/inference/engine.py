@@ -170,6 +170,10 @@ class InferenceEngine(Engine):
         """The replica actors, one rank per bundle; see `Replica` for what they can be asked."""
         return self._workers()
 
+    def _end(self, *, graceful: bool) -> None:
+        self._given = False  # those that are built next come with the source's
+        super()._end(graceful=graceful)
+
     def _ask_workers(self) -> Life:
         return joint([self._asked(rank) for rank in range(self.replicas.world_size)])
 

@@ -147,7 +147,6 @@ class TrainEngine(StateCalls):
         limit = loading_s(folder_bytes(folder)) if build_timeout_s is None else build_timeout_s
         self._timeout_s = call_timeout_s
         self._started_as = StartedAs(self._executor, spec, namespace, start, limit, collective_timeout_s, name_holders)
-        self._configured = []
         self._adopt(self._start(chosen, layout, spec, lease), chosen, layout, lease)
         return self
 

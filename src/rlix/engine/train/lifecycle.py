@@ -254,6 +254,7 @@ class TrainWorkers(Engine):
     def _end(self, *, graceful: bool) -> None:
         self._hold(None)
         self._close_spares()
+        self._publisher, self._configured = None, []
         super()._end(graceful=graceful)
 
     # ---- calls -------------------------------------------------------------------------------------------------
