@@ -335,6 +335,13 @@ class TestBad:
         assert len(matching) == 1, lines
         assert message in matching[0]
 
+    def test_a_misspelt_key_is_one_mistake(self, tmp_path: Path) -> None:
+        rollout = {"prompts_per_step": 4, "max_new_token": 5}
+        assert failure(tmp_path, with_keys(steps=None, stepz=5, rollout=rollout)) == [
+            "job.yaml:15: rollout.max_new_token: unknown key; did you mean 'max_new_tokens'?",
+            "job.yaml:19: stepz: unknown key; did you mean 'steps'?",
+        ]
+
     @pytest.mark.parametrize(
         ("cluster", "message"),
         [

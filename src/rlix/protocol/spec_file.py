@@ -168,6 +168,8 @@ def _lines(node: yaml.Node, prefix: str, file: str) -> Iterator[tuple[str, int]]
 
 
 _BEGIN_PATTERN = re.compile(r"\^([\w/]+)\.\+")
+_MEANT = re.compile(r"unknown key; did you mean '([^']*)'")
+"""Of a key that is misspelt; that the right one is missing need not be said then."""
 _NAME_PATTERN = re.compile(r"\^\[A-Za-z0-9\]\[A-Za-z0-9(.*?)\]\*\$")
 
 
@@ -191,7 +193,8 @@ def problems_of(
             continue
         loc = _without_tags(error["loc"], data, may_end_outside=error["type"] == "missing")
         problems.append(Problem(".".join(map(str, loc)), _message(error, loc, model, moved)))
-    return problems
+    meant = {".".join([*p.field.split(".")[:-1], key[1]]) for p in problems if (key := _MEANT.match(p.message))}
+    return [p for p in problems if p.field not in meant or not p.message.startswith("is missing")]
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
