@@ -222,7 +222,7 @@ def test_nobody_can_call_new_workers_before_they_have_the_state(monkeypatch: pyt
     seen: list[tuple[str, bool]] = []
     old, new = Group(), Group(lambda method: seen.append((method, engine._group is old)))
     engine = failed_engine(monkeypatch, old, new)
-    monkeypatch.setattr(lifecycle, "evacuate", lambda *_: Evacuated(("a", "b"), agree=True))
+    monkeypatch.setattr(lifecycle, "evacuate", lambda *_, **__: Evacuated(("a", "b"), agree=True))
     lost, _ = engine._recover(old, "train_step")  # type: ignore[arg-type]
     assert "started anew with their weights" in lost
     assert seen == [("use_sgd", True), ("take_over", True)]
@@ -248,7 +248,7 @@ def test_workers_that_have_ended_are_not_asked_where_the_bytes_were(monkeypatch:
     """After a move that failed the handle asks its workers where they are, once it has to know."""
     old, new = Group(), Group()
     engine = failed_engine(monkeypatch, old, new)
-    monkeypatch.setattr(lifecycle, "evacuate", lambda *_: Evacuated((), agree=True))
+    monkeypatch.setattr(lifecycle, "evacuate", lambda *_, **__: Evacuated((), agree=True))
     monkeypatch.setattr(engine, "_ask_workers", lambda: pytest.fail("they have ended"))
     engine._known = False
     lost, _ = engine._recover(old, "acquire", late=True)  # type: ignore[arg-type]
@@ -262,7 +262,7 @@ def test_a_recovery_that_is_left_gives_the_engine_up(monkeypatch: pytest.MonkeyP
 
     old, new = Group(), Group(leave)
     engine = failed_engine(monkeypatch, old, new)
-    monkeypatch.setattr(lifecycle, "evacuate", lambda *_: Evacuated((), agree=True))
+    monkeypatch.setattr(lifecycle, "evacuate", lambda *_, **__: Evacuated((), agree=True))
     with pytest.raises(KeyboardInterrupt):
         engine._recover(old, "train_step")  # type: ignore[arg-type]
     assert (engine._group, new.closed) == (None, True)
@@ -275,7 +275,7 @@ def test_workers_that_were_built_meanwhile_are_not_those_that_a_recovery_ends(mo
     engine = failed_engine(monkeypatch, old, new)
     built = threading.Thread(target=lambda: engine._adopt(others, (), Layout(data=2), None))  # type: ignore[arg-type]
 
-    def closed_and_built(*_: Any) -> Evacuated:
+    def closed_and_built(*_: Any, **__: Any) -> Evacuated:
         engine.close()
         built.start()
         return Evacuated((), agree=True)
@@ -294,7 +294,7 @@ def test_two_threads_that_find_workers_failed_replace_them_once(monkeypatch: pyt
     begun, both = threading.Event(), threading.Event()
     engine = failed_engine(monkeypatch, old, new)
 
-    def evacuated(group: Any, *_: Any) -> Evacuated:
+    def evacuated(group: Any, *_: Any, **__: Any) -> Evacuated:
         evacuations.append(group)
         begun.set()
         assert both.wait(300.0)
