@@ -145,7 +145,7 @@ def Score(policy: Policy, name: str = "score", **how: Any) -> Part:  # noqa: N80
 def Train(policy: Policy, name: str = "train", **how: Any) -> Part:  # noqa: N802
     """The optimizer steps that the policy takes on a step's samples, as a job's do; then it is published.
 
-    What it makes is what it got. `Running.metrics` are its metrics, and those of the samples.
+    What it makes is what it got. It logs its metrics, and those of the samples.
     """
     return Part(name, _Train, kwargs={"policy": policy}, chunk=None, **how)
 
@@ -154,7 +154,6 @@ class _Engine(LocalWorker):
     """A part whose engine is `engine`, once it is there."""
 
     def __init__(self, policy: Policy) -> None:
-        super().__init__()
         self.policy = policy
         self.engine: Any = None
         self._processes: Mapping[int, Process] = {}
@@ -335,7 +334,7 @@ class _Train(_TrainEngine):
             batch["reference_log_probs"] = torch.cat(given)
         metrics = self.algorithm.prepare(samples, batch)
         found = updates(batch, self.algorithm, spec.algorithm, spec.seed, policy.version, self._update)
-        self.metrics = {**metrics, **mean_metrics(found), **samples.metrics()}
+        self.log(**{**metrics, **mean_metrics(found), **samples.metrics()})
         policy.version += 1
         policy.published = self.engine.publish(policy.version)
         return list(answered)

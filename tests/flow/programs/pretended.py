@@ -1,7 +1,6 @@
 """A flow's workers as plain objects in this process, for tests that need no Ray."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from rlix.flow.parts.flow_worker import FlowWorker
@@ -58,6 +57,7 @@ class Group:
         self.members = [part.worker(**part.kwargs) for _ in range(ranks)]
         self.world_size, self.processes = ranks, dict[int, Any]()
         self.lease = None
+        self.logged: list[Any] = []
         self.late: list[int] = []
         self.lost: list[int] = []
 
@@ -67,11 +67,12 @@ class Group:
 
     def part(self, method: str, inputs: Sequence[Sequence[Pieces]], ranks: Any = None) -> tuple[list[Any], Any]:
         called = self.members if ranks is None else [self.members[rank] for rank in ranks]
-        made = [member._rlix_part(method, lists)[0] for member, lists in zip(called, inputs, strict=True)]
-        return made, SimpleNamespace(wait=lambda *_: [len(m) for m in made])
+        made = [member._rlix_part(method, lists) for member, lists in zip(called, inputs, strict=True)]
+        return [items for items, _ in made], [told for _, told in made]
 
-    def answers(self, call: Any) -> list[int]:
-        return call.wait()
+    def counts(self, call: Any) -> list[int]:
+        self.logged += [logged for _, logged in call]
+        return [count for count, _ in call]
 
     def onload(self) -> None: ...
 

@@ -314,7 +314,7 @@ def test_a_rank_that_computes_is_not_brought_off() -> None:
         gone = threads.submit(worker._rlix_offload, 1)
         assert order == []
         may_end.set()
-        assert part.result(300)[1] == 0
+        assert part.result(300)[1] == (0, {})
         gone.result(300)
     assert order == ["worked", "left", "unlocked"]
 
@@ -325,7 +325,7 @@ def test_a_call_that_comes_too_late_is_not_made() -> None:
     locks = SimpleNamespace(acquire=lambda *_: None, release=lambda: None)
     worker.ctx = SimpleNamespace(device_locks=lambda: locks, fence=lambda lease: lease)  # type: ignore[assignment]
     worker._rlix_onload(None)
-    assert worker._rlix_part("add", [[]], 0)[1] == 0
+    assert worker._rlix_part("add", [[]], 0)[1] == (0, {})
     worker._rlix_offload(1)
     with pytest.raises(RuntimeError, match=r"^add\(\) came too late: its turn is over$"):
         worker._rlix_part("add", [[]], 0)

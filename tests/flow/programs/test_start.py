@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlix.flow.parts.flow_worker import FlowWorker
 from rlix.flow.planner import Mode
@@ -118,6 +119,38 @@ def test_a_flow_is_measured_once_and_then_run_by_what_is_known(jobs: list[Pool],
     assert {span.step for span in run.spans if span.kind == "busy"} == {0, 1}
     flow.run(range(8), gpus=4)  # nothing is known of so many
     assert (Phase.VALUE_COMPUTE, 4) in jobs[2].asked
+
+
+class Logs(Small):
+    """Notes what it gets; of items below 0 it fails."""
+
+    def run(self, items: Sequence[Any]) -> list[Any]:
+        for item in items:
+            self.log(seen=item, planned_s=item, share=torch.tensor(0.5))
+        if any(item < 0 for item in items):
+            raise ValueError("below 0")
+        return list(items)
+
+
+@pytest.mark.parametrize("each", [None, 1])
+def test_what_parts_log_is_in_the_steps_metrics(jobs: list[Pool], rlix_home: Path, each: int | None) -> None:
+    flow = Flow("sums", [Part("logs", Logs, each=each), Next])
+    with flow.start(gpus=2, like=range(4), plan="collocated") as running:
+        running.step([1, 2, 3, 6])
+        assert running.metrics == {"seen": 3.0, "planned_s": 3.0, "share": 0.5}
+        with pytest.raises(ValueError, match="below 0"):
+            running.step([100, 100, 100, -1])
+        running.step([8, 8, 8, 0])
+        assert running.metrics["seen"] == 6.0  # nothing of the step that failed
+    rows = load_run(rlix_home / "runs" / "sums").metrics
+    assert [row["seen"] for row in rows] == [3.0, 6.0]
+    assert [row["planned_s"] for row in rows] == [0.0, 0.0]  # the flow's own
+
+
+def test_only_numbers_are_logged() -> None:
+    for value in ("loss", None, torch.zeros(2)):
+        with pytest.raises(TypeError, match=r"log\(loss=\.\.\.\) takes a number, not"):
+            Logs().log(loss=value)
 
 
 def test_in_turn_needs_no_profile(jobs: list[Pool], rlix_home: Path) -> None:

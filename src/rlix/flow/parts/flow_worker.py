@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import ray
 
 from rlix.flow.parts.items import Items
+from rlix.flow.parts.logged import Sums, log
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.messages import Fence
 from rlix.protocol.types import Phase
@@ -27,6 +28,7 @@ class FlowWorker(Worker):
     phase: ClassVar[Phase] = Phase.ACTOR_TRAINING
     """What the part does: its place in the queue of the pool. A gang's: not a rollout's."""
 
+    _logged: Sums | None = None  # by the call under way
     _locks: DeviceLocks | None = None
     _turn = 0  # the newest that it knows of
     _came = False  # its onload has begun, and no offload has ended since
@@ -45,6 +47,11 @@ class FlowWorker(Worker):
 
     def restore(self, state: Any) -> None:
         """Go on from what `save` returned."""
+
+    def log(self, **values: Any) -> None:
+        """Note numbers (or tensors of one) of the call under way: the step's metrics have the mean of each name."""
+        self._logged = {} if self._logged is None else self._logged
+        log(self._logged, values)
 
     def memory(self) -> tuple[float, float]:
         """Bytes on the fullest device: now, and at most since the last call."""
@@ -84,7 +91,9 @@ class FlowWorker(Worker):
             if self._locks is not None:
                 self._locks.release()
 
-    def _rlix_part(self, method: str, inputs: Sequence[Sequence[Piece]], turn: int = 0) -> tuple[Items, int]:
+    def _rlix_part(
+        self, method: str, inputs: Sequence[Sequence[Piece]], turn: int = 0
+    ) -> tuple[Items, tuple[int, Sums]]:
         """Call the method with a list of items: of one input as they are, of several as tuples with one of each.
 
         A call that comes to be made only when its turn is over is not made: nobody waits for what it makes, and what it
@@ -97,6 +106,7 @@ class FlowWorker(Worker):
         with self._busy or contextlib.nullcontext():
             if turn < self._turn:
                 raise RuntimeError(f"{method}() came too late: its turn is over")
+            self._logged = None
             try:
                 made = call(items)
                 if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
@@ -107,7 +117,7 @@ class FlowWorker(Worker):
                 made = list(made)  # of a generator, this is the work
             except SystemExit as error:  # Ray would end the process, and with it what it has learnt
                 raise RuntimeError(f"{method}() was left by {error!r}") from error
-        return Items(made), len(made)
+        return Items(made), (len(made), self._logged or {})
 
 
 def fetch(pieces: Sequence[Piece], timeout_s: float | None = None) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any, Self
 import ray
 
 from rlix.flow.parts.flow_worker import FlowWorker, Piece
+from rlix.flow.parts.logged import Sums
 from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import Device, Fence, Process
 
@@ -23,9 +24,6 @@ class LocalWorker(FlowWorker):
     """To be called when `processes` are others, before these use a device."""
     measured = False
     """Whether only the time counts: what it learns goes nowhere."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
 
     def begin(self) -> None:
         """Start what needs no device."""
@@ -72,6 +70,7 @@ class LocalGroup:
     def __init__(self, worker: LocalWorker, devices: Sequence[Device], name: str, timeout_s: float) -> None:
         self.name, self.timeout_s = name, timeout_s
         self.worker, self.lost = worker, list[int]()
+        self.logged: list[Sums] = []
         self._threads = ThreadPoolExecutor(1, name)
         self._latest: LocalCall | None = None
         worker.devices = tuple(devices)
@@ -118,13 +117,19 @@ class LocalGroup:
         """The list of references is filled when the call has been answered."""
         refs: list[Any] = []
 
-        def work() -> int:
-            made, count = self.worker._rlix_part(method, inputs[0])
+        def work() -> tuple[int, Sums]:
+            made, told = self.worker._rlix_part(method, inputs[0])
             refs.append(ray.put(made))
-            return count
+            return told
 
         self._latest = LocalCall(self.name, method, self._threads.submit(work), self.timeout_s)
         return refs, self._latest
+
+    def counts(self, call: LocalCall) -> list[int]:
+        """As of a `PartGroup`."""
+        ((count, logged),) = self.answers(call)
+        self.logged.append(logged)
+        return [count]
 
     def answers(self, call: LocalCall, timeout_s: float | None = None) -> list[Any]:
         """What the call's `wait` returns. Raises what that raises; after a timeout its processes were ended."""

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from rlix.flow.parts.flow_worker import FlowWorker, Piece
+from rlix.flow.parts.logged import Sums
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Fence
 from rlix.workers.group import WorkerGroup
@@ -37,7 +38,7 @@ class PartGroup(WorkerGroup):
 
     A rank that does not answer within `timeout_s` is ended: it would keep its devices from everybody else.
 
-    `lease`: what `onload` locks the devices under; None: the program's own account.
+    `lease`: what `onload` locks the devices under; None: the program's own account. `logged`: what its ranks noted.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class PartGroup(WorkerGroup):
     ) -> None:
         self.timeout_s = timeout_s
         self.lease: Fence | None = None
+        self.logged: list[Sums] = []
         self._open: list[Call] = []  # that were not answered when they were last looked at
         self._there: set[int] = set()  # ranks that may have state on their devices
         self._turn = 0  # it is over when a call has failed, or the states go: what was called before is late then
@@ -100,7 +102,7 @@ class PartGroup(WorkerGroup):
     ) -> tuple[list[Any], Call]:
         """Give each of `ranks` (default: all) its lists of items; the results stay where they are made.
 
-        Returns references to the ranks' results, and a call whose `answers` are how many items each of them has.
+        Returns references to the ranks' results, and a call for `counts`.
         """
         self.check_usable(method)
         ranks = range(self.world_size) if ranks is None else ranks
@@ -129,6 +131,12 @@ class PartGroup(WorkerGroup):
             self._turn += 1
             self._end(call.late)
             raise WaitTimeoutError(f"{error}, and were ended") from None
+
+    def counts(self, call: Call) -> list[int]:
+        """Of a call of `part`: how many items each rank has made; `logged` has what they noted. Raises as `answers`."""
+        told = self.answers(call)
+        self.logged += [logged for _, logged in told if logged]
+        return [count for count, _ in told]
 
     def ask(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """`run` with the group's time limit."""
@@ -171,7 +179,7 @@ class PartGroup(WorkerGroup):
                 logger.error("%s", error)
 
 
-def _read_error(made: Any, counted: "Future[int]") -> None:
+def _read_error(made: Any, counted: "Future[Any]") -> None:
     """Of a call that failed both results are its error, and Ray writes one that nobody has read to the terminal."""
     if not counted.cancelled() and counted.exception() is not None:
         made.future()

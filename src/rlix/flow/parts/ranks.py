@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, Self
 
+from rlix.flow.parts.logged import Sums
 from rlix.protocol.messages import Fence, Process
 
 
@@ -11,6 +12,7 @@ class Ranks(Protocol):
 
     name: str
     lease: Fence | None
+    logged: list[Sums]
 
     @property
     def world_size(self) -> int: ...
@@ -31,6 +33,8 @@ class Ranks(Protocol):
     def offload(self) -> None: ...
 
     def part(self, method: str, inputs: Any, ranks: Sequence[int] | None = None) -> tuple[list[Any], Any]: ...
+
+    def counts(self, call: Any) -> list[int]: ...
 
     def answers(self, call: Any, timeout_s: float | None = None) -> list[Any]: ...
 

@@ -219,7 +219,7 @@ def _once(group: Ranks, part: Part, inputs: list[Pieces]) -> tuple[float, Pieces
         made = spread_batch(group, part.method, part.each, inputs)
         return time.monotonic() - began, made
     refs, call = group.part(part.method, shard(inputs, group.world_size))
-    counts = group.answers(call)
+    counts = group.counts(call)
     took = time.monotonic() - began
     return took, [(ref, 0, count) for ref, count in zip(refs, counts, strict=True) if count]
 

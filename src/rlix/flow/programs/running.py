@@ -14,7 +14,8 @@ from rlix.control.program import Program
 from rlix.control.run_record import RunRecord
 from rlix.flow.parts.flow_worker import FlowWorker, fetch
 from rlix.flow.parts.items import Items
-from rlix.flow.parts.local import LocalGroup, LocalWorker
+from rlix.flow.parts.local import LocalGroup
+from rlix.flow.parts.logged import means
 from rlix.flow.parts.ranks import Ranks
 from rlix.flow.planner import Mode, PartPlan, Plan, SegmentPlan, StagePlan
 from rlix.flow.profiler.measure import start
@@ -82,6 +83,7 @@ class Running:
         flow.check(self.plan, len(self.devices))
         self.groups: dict[str, Ranks] = {}
         self.step_s: list[float] = []
+        self.metrics: dict[str, float] = {}  # of the last step: what parts logged
         self.replanned = 0
         self._states: dict[str, Any] = {}
         self._kept: dict[str, Any] = {}
@@ -128,15 +130,18 @@ class Running:
         self._look_for_drift()  # here, where there is no result to lose yet
         if not self._started:
             self._start()  # an earlier move to another plan failed on the way
-        for worker in self._local:
-            worker.step_begins(len(self.step_s))
+        for group in self.groups.values():
+            group.logged.clear()  # of a step that failed
+            if isinstance(group, LocalGroup):
+                group.worker.step_begins(len(self.step_s))
         began = time.monotonic()
         made = self._segments(items)
         result = self._fetch(made[self.flow.parts[-1].name])
         self.step_s.append(time.monotonic() - began)
+        self.metrics = means(logged for group in self.groups.values() for logged in group.logged)
         taken = self._busy.taken()
         if self._record is not None:
-            self._record.step(len(self.step_s) - 1, {"planned_s": self.plan.seconds, **taken, **self.metrics})
+            self._record.step(len(self.step_s) - 1, {**self.metrics, **taken, "planned_s": self.plan.seconds})
         return result
 
     def set_chunk(self, items: int, segment: int = 0) -> None:
@@ -288,15 +293,6 @@ class Running:
         if self._job is not None and self._cluster is not None:
             processes = [p for group in list(self.groups.values()) for p in group.processes.values()]
             self._job.name_holders(self._cluster, dict(enumerate(processes)))
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """What parts with engines noted in the last step."""
-        return {name: value for worker in self._local for name, value in worker.metrics.items()}
-
-    @property
-    def _local(self) -> list[LocalWorker]:
-        return [group.worker for group in self.groups.values() if isinstance(group, LocalGroup)]
 
     def _note(self, part: str, kind: str, start: float, end: float) -> None:
         self._busy.note(part, kind, start, end)

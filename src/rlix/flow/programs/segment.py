@@ -214,7 +214,7 @@ class SegmentRun:
                 began = time.monotonic()
                 if part.each is None:
                     refs, call = group.part(part.method, shard(inputs, group.world_size))
-                    made = [(ref, 0, n) for ref, n in zip(refs, group.answers(call), strict=True) if n]
+                    made = [(ref, 0, n) for ref, n in zip(refs, group.counts(call), strict=True) if n]
                 else:
                     made = spread_batch(group, part.method, part.each, inputs, lambda: self.failed)
                 took = time.monotonic() - began

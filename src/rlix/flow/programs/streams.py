@@ -57,7 +57,7 @@ def spread(
             while (bounds := claim()) is not None:
                 given, began = [inputs(*bounds)], time.monotonic()
                 (ref,), call = group.part(method, given, ranks=[rank])
-                (count,) = group.answers(call)
+                (count,) = group.counts(call)
                 busy += time.monotonic() - began
                 made(bounds, [(ref, 0, count)] if count else [])
         except BaseException as error:  # raised again: whatever it is, the other ranks must not wait for more
