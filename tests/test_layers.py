@@ -15,7 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler": {"protocol"},
     "control": {"scheduler", "node", "protocol"},
     "workers": {"control", "node", "protocol"},
-    "flow": {"workers", "control", "node", "protocol"},
+    "flow": {"engine", "workers", "control", "node", "protocol"},
     "nn": {"protocol"},
     "engine": {"nn", "workers", "control", "node", "protocol"},
     "pipeline": {"flow", "nn", "engine", "workers", "control", "node", "scheduler", "protocol", "monitor"},

@@ -21,9 +21,9 @@ class Pretended(PartGroup):
     """`says`: by rank what it does when it is asked; what is not there is an answer."""
 
     def __init__(self, **says: str) -> None:
-        self.says = {int(rank[1:]): what for rank, what in says.items()}
-        self.killed: list[int] = []
+        self.says, self.killed = dict[int, str](), list[int]()
         super().__init__(FlowWorker, name="flow/part", placements=((1,), (2,), ()), timeout_s=1.0)  # type: ignore[arg-type]
+        self.says = {int(rank[1:]): what for rank, what in says.items()}
 
     def submit(self, method: str, *_: Any, ranks: Any = None, **__: Any) -> Any:
         return [(self.says.get(rank), rank) for rank in (range(3) if ranks is None else ranks)]

@@ -290,6 +290,13 @@ def test_a_part_that_loses_items_is_an_error() -> None:
         Running(flow(), POOL)
 
 
+def virtual(locks: Any) -> Any:
+    """The context of a worker on a virtual device."""
+    return SimpleNamespace(
+        device_locks=lambda: locks, fence=lambda lease: lease, devices=POOL[:1], kind="cpu", group="p"
+    )
+
+
 def test_a_rank_that_computes_is_not_brought_off() -> None:
     """When another rank has failed, the turn is over, and its peers may be at it still."""
     began, may_end, order = threading.Event(), threading.Event(), []
@@ -306,7 +313,7 @@ def test_a_rank_that_computes_is_not_brought_off() -> None:
 
     worker = Slow()
     locks = SimpleNamespace(acquire=lambda *_: None, release=lambda: order.append("unlocked"))
-    worker.ctx = SimpleNamespace(device_locks=lambda: locks, fence=lambda lease: lease)  # type: ignore[assignment]
+    worker.ctx = virtual(locks)
     worker._rlix_onload(None)
     with ThreadPoolExecutor(2) as threads:
         part = threads.submit(worker._rlix_part, "work", [[]])
@@ -323,7 +330,7 @@ def test_a_call_that_comes_too_late_is_not_made() -> None:
     """Of a turn that is over on this rank: brought off, or another one has begun."""
     worker = Adds(1)
     locks = SimpleNamespace(acquire=lambda *_: None, release=lambda: None)
-    worker.ctx = SimpleNamespace(device_locks=lambda: locks, fence=lambda lease: lease)  # type: ignore[assignment]
+    worker.ctx = virtual(locks)
     worker._rlix_onload(None)
     assert worker._rlix_part("add", [[]], 0)[1] == (0, {})
     worker._rlix_offload(1)

@@ -68,7 +68,7 @@ def test_a_part_that_hangs_while_it_is_measured_is_named_in_time(monkeypatch: py
     flow = Flow("sums", [Part("ones", Adds, "add", kwargs={"number": 1})], ITEMS, lambda count: [0] * count)
     with pytest.raises(WaitTimeoutError, match="ones: rank"):
         measure_module.profile(flow, POOL, measure_module.Grid((1,), (4,)), timeout_s=0.5)
-    assert waits == [START_TIMEOUT_S, *[0.5] * 4]  # its start, its room, its onload, its memory, and itself
+    assert waits == [START_TIMEOUT_S, *[0.5] * 5]  # its start, twice, its room, its onload, its memory, and itself
 
 
 def test_what_handing_items_on_takes_is_measured_with_the_part_that_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,28 +1,36 @@
 """`FlowWorker`: a worker of a user's flow, whose state comes and goes."""
 
 import contextlib
+import pickle
+import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
+from ray import cloudpickle
 
 from rlix.flow.parts.items import Items
 from rlix.flow.parts.logged import Sums, log
 from rlix.node.device_lock import DeviceLocks
+from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Fence
 from rlix.protocol.types import Phase
 from rlix.workers.worker import LOCK_TIMEOUT_S, Worker
+
+if TYPE_CHECKING:
+    from rlix.flow.parts.own_state import OwnState
 
 Piece = tuple["ray.ObjectRef[Any]", int, int]
 """A part of `Items` in the object store: from one index to another."""
 
 
 class FlowWorker(Worker):
-    """Override what the part has: all of these do nothing.
+    """Override what the part has, and nothing else.
 
-    `onload` and `offload` are called in turns; what is offloaded must have left the device when `offload` returns. They
-    run under the devices' locks.
+    `onload` and `offload` are called in turns, under the devices' locks. By themselves they move what the worker keeps
+    in its attributes on its devices (modules, optimizers, tensors, and lists and mappings of them), and refuse whoever
+    touches it meanwhile. What is offloaded must have left the device when `offload` returns: on GPUs it is looked at.
     """
 
     phase: ClassVar[Phase] = Phase.ACTOR_TRAINING
@@ -30,6 +38,7 @@ class FlowWorker(Worker):
 
     _logged: Sums | None = None  # by the call under way
     _locks: DeviceLocks | None = None
+    _own: "OwnState | None" = None
     _turn = 0  # the newest that it knows of
     _came = False  # its onload has begun, and no offload has ended since
     _busy: contextlib.AbstractContextManager[Any] | None = (
@@ -37,10 +46,18 @@ class FlowWorker(Worker):
     )
 
     def onload(self) -> None:
-        """Bring the state onto `self.ctx.devices`."""
+        """Bring the state onto `self.ctx.devices`: what `offload` has brought off."""
+        if self._own is not None:
+            self._own.to_device()
 
     def offload(self) -> None:
-        """Bring it off."""
+        """Bring it off: what the attributes hold."""
+        if self._own is None and self.ctx.devices and "torch" in sys.modules:  # or there is no tensor
+            from rlix.flow.parts.own_state import OwnState, devices_of
+
+            self._own = OwnState(self.ctx.group, self, devices_of(self.ctx.kind))
+        if self._own is not None:
+            self._own.to_host()
 
     def save(self) -> Any:
         """What a new worker needs to go on, from rank 0: when a new plan moves the part."""
@@ -54,9 +71,10 @@ class FlowWorker(Worker):
         log(self._logged, values)
 
     def memory(self) -> tuple[float, float]:
-        """Bytes on the fullest device: now, and at most since the last call."""
+        """Bytes on the fullest device: now, and at most since the last call. On a virtual one, what attributes hold."""
         if not self.ctx.devices or self.ctx.kind != "cuda":
-            return 0.0, 0.0
+            held = 0.0 if self._own is None else float(self._own.device_bytes)
+            return held, held
         import torch
 
         mine = range(torch.cuda.device_count())  # only this worker's are visible
@@ -74,6 +92,39 @@ class FlowWorker(Worker):
         every = range(torch.cuda.device_count())  # only this worker's are visible
         return min(float(torch.cuda.get_device_properties(device).total_memory) for device in every)
 
+    def _rlix_begin(self) -> None:
+        """What was made while nobody had a device is brought off."""
+        if type(self).offload is FlowWorker.offload:
+            self.offload()
+
+    def _rlix_save(self) -> Any:
+        """`save` between turns, when the bytes are away: in a copy, since nobody sees them later."""
+        with self._readable() as away:
+            return pickle.loads(cloudpickle.dumps(self.save())) if away else self.save()
+
+    def _rlix_restore(self, state: Any) -> None:
+        with self._readable():
+            self.restore(state)
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[bool]:
+        if self._own is None or self._own.on_device:
+            yield False
+            return
+        with self._own.readable():
+            yield True
+
+    def _check_gone(self) -> None:
+        if self.ctx.kind != "cuda":  # a virtual device's memory is host memory: nothing leaves it
+            return
+        from rlix.flow.parts.own_state import SMALL, left_behind
+
+        if (left := left_behind()) > SMALL:
+            raise RlixError(
+                f"offload() left {left / 2**20:.0f} MiB on its device: bring off all of it, or leave `onload` and "
+                "`offload` alone and keep what is there in attributes"
+            )
+
     def _rlix_onload(self, lease: Fence | None) -> None:
         if self._locks is None:
             self._locks = self.ctx.device_locks()
@@ -87,6 +138,7 @@ class FlowWorker(Worker):
         with self._busy or contextlib.nullcontext():
             if self._came:  # or it had come on other ranks only
                 self.offload()
+                self._check_gone()
                 self._came = False
             if self._locks is not None:
                 self._locks.release()

@@ -98,7 +98,7 @@ class LocalGroup:
 
     def _call(self, method: str, *args: Any) -> LocalCall:
         future = self._threads.submit(getattr(self.worker, method), *args)
-        self._latest = LocalCall(self.name, method, future, self.timeout_s)
+        self._latest = LocalCall(self.name, method.removeprefix("_rlix_"), future, self.timeout_s)
         return self._latest
 
     def ask(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:

@@ -57,6 +57,11 @@ class PartGroup(WorkerGroup):
         self._there: set[int] = set()  # ranks that may have state on their devices
         self._turn = 0  # it is over when a call has failed, or the states go: what was called before is late then
         super().__init__(worker_cls, name=name, placements=placements, **options)
+        try:
+            self.ask("_rlix_begin")
+        except BaseException:  # raised again; nothing is left behind
+            self.close()
+            raise
 
     @property
     def late(self) -> list[int]:
@@ -140,7 +145,8 @@ class PartGroup(WorkerGroup):
 
     def ask(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """`run` with the group's time limit."""
-        return self.run(method, *args, ranks=ranks, timeout_s=self.timeout_s)
+        called = self.call(method, *args, ranks=ranks)
+        return self.results(method.removeprefix("_rlix_"), called, timeout_s=self.timeout_s, ranks=ranks)
 
     def end_late(self) -> None:
         """End the ranks that have not answered a call."""

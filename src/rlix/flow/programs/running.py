@@ -188,7 +188,7 @@ class Running:
         with self._remedy():
             self._check_lost()
             self._lock.clear()
-            self._kept = {name: group.ask("save", ranks=[0])[0] for name, group in self.groups.items()}
+            self._kept = {name: group.ask("_rlix_save", ranks=[0])[0] for name, group in self.groups.items()}
 
     def restart(self, *names: str) -> None:
         """After a rank has died: start these parts anew (none named: all), from what they had when `keep` was called.
@@ -224,7 +224,7 @@ class Running:
         for name in moving:
             if self.flow.part(name).worker.save is FlowWorker.save:
                 logger.warning("%s: %s moves and begins anew, for its class has no `save`", self.flow.name, name)
-            (self._states[name],) = self.groups[name].ask("save", ranks=[0])
+            (self._states[name],) = self.groups[name].ask("_rlix_save", ranks=[0])
             self.groups.pop(name).close()
         self.plan = plan
         self._drift, self._chunks = Drift.of(plan), {}
@@ -278,7 +278,7 @@ class Running:
             group = start(part, placed.ranks, self.devices, placed.first, name, timeout_s=limit)
             try:
                 if placed.name in self._states:
-                    group.ask("restore", self._states[placed.name])
+                    group.ask("_rlix_restore", self._states[placed.name])
             except BaseException:  # raised again; without its state it is not the part
                 group.close()
                 raise
