@@ -181,8 +181,6 @@ def test_what_the_tutorial_and_the_notebook_begin_with_is_a_job(tmp_path: Path) 
     job = load_job(tmp_path / "larger.yaml")
     cells = json.loads((ROOT / "examples" / "first_job.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    for cell in code:
-        compile(cell, "first_job.ipynb", "exec")
     texts = {
         name: text
         for name, _, text in re.findall(r'"([\w.]+)"\)\.write_text\(("""|\'\'\')\n(.*?)\2\)', code[0], re.DOTALL)

@@ -323,6 +323,10 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+BETWEEN = {"algorithm", "schedule", "evaluation", "optimizer", "clusters", "lora", "warmup", "training"}
+"""Sections whose mistakes show in the spec alone."""
+
+
 class TestBad:
     @pytest.mark.parametrize(
         ("changes", "field", "message"), BAD_VALUES, ids=[f"{f}-{m[:24]}" for _, f, m in BAD_VALUES]
@@ -334,6 +338,25 @@ class TestBad:
         matching = [line for line in lines if re.match(rf"job\.yaml(:\d+)?: {re.escape(field)}: ", line)]
         assert len(matching) == 1, lines
         assert message in matching[0]
+
+    @pytest.mark.parametrize("changes", [changes for changes, _, _ in BAD_VALUES if changes.keys() <= BETWEEN], ids=str)
+    def test_mistakes_between_sections_come_with_those_within_another(
+        self, tmp_path: Path, changes: dict[str, Any]
+    ) -> None:
+        alone = failure(tmp_path, with_keys(**changes))
+        both = failure(tmp_path, with_keys(**changes, logging={"s": 1}))
+        own = {line.partition(": ")[2] for line in both} - {line.partition(": ")[2] for line in alone}
+        assert own == {"logging.s: unknown key; known here: mlflow, samples, samples_every, wandb"}
+        assert len(both) == len(alone) + 1
+
+    def test_what_may_follow_from_a_mistake_is_not_said(self, tmp_path: Path) -> None:
+        rollout = {
+            "prompts_per_step": 5,
+            "max_new_tokens": 5,
+            "samples_per_prompt": "3",
+        }  # which the minibatches divide
+        (found,) = failure(tmp_path, with_keys(rollout=rollout, algorithm={"name": "grpo", "minibatches": 5}))
+        assert "rollout.samples_per_prompt" in found
 
     def test_a_misspelt_key_is_one_mistake(self, tmp_path: Path) -> None:
         rollout = {"prompts_per_step": 4, "max_new_token": 5}

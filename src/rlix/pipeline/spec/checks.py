@@ -1,7 +1,8 @@
 """What must hold between the sections of a job."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from math import gcd
 
 from pydantic import ValidationError
@@ -30,26 +31,6 @@ from rlix.protocol.spec_file import Problem
 
 _SMALLEST_VLLM_HEAD = _MOST_DIGITS = 32
 _KINDS = ("task", "data", "environment", "openai", "conversations", "name")
-
-
-def inconsistencies(spec: Sections) -> Iterator[Problem]:
-    """Problems that show in the spec alone, without what is the user's own."""
-    yield from _names(spec)
-    yield from _source(spec)
-    yield from _schedule(spec)
-    yield from _shipped_options(spec)
-    yield from _model(spec)
-    yield from _lengths(spec)
-    yield from _overlong(spec)
-    yield from _groups(spec)
-    yield from _batches(spec)
-    yield from _evaluation(spec)
-    yield from _lora(spec)
-    yield from _unused_clusters(spec)
-    yield from _attention(spec)
-    yield from _plan(spec)
-    fixed = spec.pipeline is None or spec.multi_lora
-    yield from cluster_problems(spec.clusters, fixed=fixed, runs=spec.multi_lora, planned=spec.is_unplanned)
 
 
 def _names(spec: Sections) -> Iterator[Problem]:
@@ -452,3 +433,26 @@ def _ranks(cluster: ClusterSpec) -> int:
     if isinstance(cluster.gpus, GpuRange):
         return 1
     return max(1, (cluster.count or 1) // cluster.together)
+
+
+def _clusters(spec: Sections) -> Iterator[Problem]:
+    fixed = spec.pipeline is None or spec.multi_lora
+    yield from cluster_problems(spec.clusters, fixed=fixed, runs=spec.multi_lora, planned=spec.is_unplanned)
+
+
+_CHECKS: tuple[Callable[[Sections], Iterator[Problem]], ...] = (
+    _names, _source, _schedule, _shipped_options, _model, _lengths, _overlong, _groups, _batches, _evaluation, _lora,
+    _unused_clusters, _attention, _plan, _clusters,
+)  # fmt: skip
+
+
+def inconsistencies(spec: Sections, left_out: Collection[str] = ()) -> list[Problem]:
+    """Problems that show in the spec alone, without what is the user's own, and without what looks at a section that is
+    `left_out`."""
+    found: list[Problem] = []
+    for name in left_out:
+        del spec.__dict__[name]
+    for check in _CHECKS:
+        with suppress(*([AttributeError] if left_out else [])):
+            found += check(spec)
+    return found

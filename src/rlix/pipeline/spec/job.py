@@ -25,6 +25,8 @@ from rlix.protocol.errors import SpecError
 from rlix.protocol.spec_file import Origin, Problem, inconsistent, nearest, problems_of, read_yaml, with_values
 from rlix.protocol.types import ClusterName
 
+_LEAST: dict[str, Any] = {"name": "x", "steps": 1, "rollout": {"max_new_tokens": 1}}
+"""All that a job must say for itself."""
 _NAMING = ("name", "task", "environment", "openai", "rewards", "options", "executor")
 
 
@@ -72,7 +74,7 @@ class JobSpec(Sections):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        problems = list(inconsistencies(self)) or list(run_problems(self))
+        problems = inconsistencies(self) or list(run_problems(self))
         if problems:
             raise inconsistent(problems)
         return self
@@ -182,11 +184,22 @@ def _checked(data: dict[str, Any], origin: Origin, pool: Collection[int] | None)
         spec = JobSpec.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
         lacking = [] if pool is None else _lacking(data, pool)
-        raise origin.error([*lacking, *problems_of(error.errors(), JobSpec, data, moved)]) from None
+        own = problems_of(error.errors(), JobSpec, data, moved)
+        raise origin.error([*lacking, *own, *_between_others(data, error)]) from None
     spec._origin = origin
     if problems := list(environment_problems(spec)):
         raise origin.error(problems)
     return spec
+
+
+def _between_others(data: dict[str, Any], error: ValidationError) -> list[Problem]:
+    """What is wrong between the sections that have no mistake of their own."""
+    wrong = {str(each["loc"][0]) if each["loc"] else "" for each in error.errors()}
+    if not wrong <= Sections.model_fields.keys():  # between them all; or by a key that is none, and may stand for any
+        return []
+    rest = {key: value for key, value in data.items() if key not in wrong}
+    rest |= {key: value for key, value in _LEAST.items() if key in wrong}
+    return inconsistencies(Sections.model_validate_json(json.dumps(rest, default=str)), left_out=wrong)
 
 
 def _lacking(data: dict[str, Any], pool: Collection[int]) -> list[Problem]:
