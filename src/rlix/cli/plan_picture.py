@@ -9,6 +9,7 @@ from rich.text import Text
 
 from rlix.cli.view import JOB_STYLES
 from rlix.flow.planner import Mode, PartPlan, Plan, Planned
+from rlix.flow.planner.plan import SLACK
 from rlix.flow.planner.timeline import After, Block, blocks, lanes
 from rlix.monitor.plan_page import PlanPage, write_plan_page
 from rlix.monitor.tables import TableData, duration, percent, render_text
@@ -120,7 +121,8 @@ def _tiles(drawn: Drawn) -> tuple[tuple[str, str, str], ...]:
         ("Devices at work", percent(busy), f"of {plan.devices}, moving not counted"),
     ]
     if other is not None:
-        tiles.append(("Runner-up", f"{other.seconds / plan.seconds:.2f} ×", f"{other.mode}, {duration(other.seconds)}"))
+        times, how = other.seconds / plan.seconds, f"{other.mode}, {duration(other.seconds)}"
+        tiles.append(("Runner-up" if times >= 1 - SLACK else "In any mode", f"{times:.2f} ×", how))
     return tuple(tiles)
 
 
