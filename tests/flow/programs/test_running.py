@@ -246,3 +246,28 @@ def test_another_job_has_the_devices_in_the_midst_of_a_step(ray_session: Any, tm
         other.release(lease)
     for client in (mine, other):
         client.unregister("the test is over")
+
+
+def test_a_rank_that_hangs_is_ended_and_started_again_and_nothing_is_printed(
+    ray_session: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    part = Part("ones", Waits, "add", kwargs={"number": 1, "pipe": str(pipe)})
+    known = replace(profile(60.0, 0.1), flow="hangs", parts={"ones": profile(60.0, 0.1).parts["ones"]})
+    pool = [device for (device,) in devices(1)]
+    with ThreadPoolExecutor(1) as threads:
+        with Running(Flow("hangs", [part], ITEMS), pool, profile=known, timeout_s=300.0) as running:
+            step = threads.submit(running.step, [0] * ITEMS)
+            end = until_it_reads(pipe, step)
+            running.groups["ones"].end_late()
+            os.close(end)
+            with pytest.raises(
+                WorkerError, match=r"^hangs/ones: rank 0 died .*; running.restart\('ones'\) starts them"
+            ):
+                step.result(300)
+            running.restart("ones")
+            step = threads.submit(running.step, [0] * ITEMS)
+            os.close(until_it_reads(pipe, step))
+            assert step.result(300) == [1] * ITEMS
+        assert [line for line in capfd.readouterr().err.splitlines() if line and "hangs" not in line] == []
