@@ -9,7 +9,7 @@ from tests.control.test_lifecycle import LOCAL, run
 pytestmark = [pytest.mark.ray]
 
 TWO_NODES = """
-import json, ray, rlix
+import json, ray, rlix, time
 from rlix.engine.placement import pool_devices
 from rlix.flow import Running
 from tests.flow.programs.test_running import FLOW, profile
@@ -18,7 +18,8 @@ from tests.raylets import two_raylets
 got = {}
 with two_raylets(2) as address:
     rlix.init(address=address, log_level="ERROR")
-    devices = pool_devices()
+    while len(devices := pool_devices()) < 4:  # on busy cores the second node's come late
+        time.sleep(0.05)
     got["first node"] = [device.node_id == devices[0].node_id for device in devices]
     with Running(FLOW, devices[1:3], plan="disaggregated", profile=profile(40.0, 0.1)) as running:
         got["stages"] = len(running.plan.segments[0].stages)
