@@ -1,6 +1,6 @@
 """How long the scheduler service's loop is kept busy at once, and how fast jobs register, in a large pool.
 
-    python -m benchmarks.control_turns [--devices 10000] [--jobs 500] [--seconds 20] [--profile]
+    python -m benchmarks.control_turns [--devices 10000] [--jobs 500] [--seconds 70] [--profile]
 
 The service that `rlix:scheduler` runs, with a journal on disk and without Ray and nodes: jobs are tasks of its loop.
 They register one after another by size: a gang of 16 that may move, and a rollout on the whole pool in bundles of 1, 2,
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from rlix.control.core import Core
 from rlix.control.gang_queue import Asked
+from rlix.control.garbage import collect_between_turns
 from rlix.control.journal import Journal
 from rlix.control.scheduler_service import Scheduler
 from rlix.control.settings import Settings
@@ -166,6 +167,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
         )
     )
     core.start()
+    collect_between_turns(asyncio.get_running_loop())
     profile = cProfile.Profile() if arguments.profile else None
     turns.now = "registration"
     start = time.thread_time()
@@ -211,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=10_000)
     parser.add_argument("--jobs", type=int, default=500)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=70.0)
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

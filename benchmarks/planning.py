@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from rlix.control.uncollected import uncollected
+from rlix.control.garbage import uncollected
 from rlix.protocol.events import (
     DemandReported,
     DevicesDiscovered,

@@ -52,8 +52,9 @@ def submit(specs: Sequence[str], wish: Wish, *, as_json: bool) -> None:
     if as_json:
         print_answer(models.JobList(jobs=jobs))
     elif wish.dry_run:
+        _say(_pool_text(client))
         for job in jobs:
-            _say(f"{job.name}: {counted(job.gpus, 'GPUs')} for its largest gang, of {_pool_text(client)}; {job.reason}")
+            _say(f"{job.name}: {counted(job.gpus, 'GPUs')} for its largest gang; {job.reason}")
         _print_memory(specs, wish.given, client)
     else:
         for job in jobs:

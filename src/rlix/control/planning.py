@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
+from rlix.control.garbage import uncollected
 from rlix.control.job import Job
 from rlix.control.knowledge import Knowledge
 from rlix.control.ports import Timer
-from rlix.control.uncollected import uncollected
 from rlix.protocol.events import DrainStarted, Event
 from rlix.protocol.messages import Demand
 from rlix.scheduler.policies import Policy

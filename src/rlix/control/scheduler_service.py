@@ -10,6 +10,7 @@ from rlix.control import checks
 from rlix.control.called import called, ended, parts_seen
 from rlix.control.core import Core
 from rlix.control.gang_queue import Asked
+from rlix.control.garbage import collect_between_turns
 from rlix.control.home import log_to
 from rlix.control.hosts import NO_GPUS
 from rlix.control.journal import open_journal
@@ -92,6 +93,7 @@ class Scheduler:
         if count:
             logger.warning("going on from %d events in %s", count, journal.path)
         core.start()
+        collect_between_turns(loop)
         self._starts = Starts(core, self._nodes.memory)
         self._starts.watch()
         return core

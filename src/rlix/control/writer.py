@@ -4,9 +4,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from rlix.control.garbage import uncollected
 from rlix.control.journal import JournalError
 from rlix.control.ports import Clock, Timer
-from rlix.control.uncollected import uncollected
 from rlix.protocol.events import (
     DemandReported,
     Event,

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 VIRTUAL_KEYS = "virtual-"
 _TOOL_TIMEOUT_S = 20.0
 _GPU_LINE = re.compile(r"^GPU (\d+): .*\(UUID: (GPU-[^)]+)\)")
+_CONTEXT = 2 * 2**30
 _MEMORY_LINE = re.compile(r"(\d+), *(\d+)")
 _MIG_LINE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 
@@ -84,6 +85,11 @@ def machine_memory() -> int | None:
 def smallest_memory(devices: Iterable[Device]) -> int | None:
     """Bytes of the smallest GPU among a pool's devices, as far as they are this machine's."""
     return None if any(device.kind is not DeviceKind.CUDA for device in devices) else machine_memory()
+
+
+def usable(memory: int, processes: int = 1) -> int:
+    """Of a GPU's memory: without what CUDA, NCCL and fragmentation take for each process that uses it."""
+    return memory - processes * min(_CONTEXT, memory // 10)
 
 
 def memory_in(answer: str, keys: Sequence[str]) -> tuple[tuple[int, int], ...]:

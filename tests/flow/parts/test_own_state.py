@@ -9,7 +9,10 @@ from torch import nn
 
 from rlix.flow.parts import own_state
 from rlix.flow.parts.flow_worker import FlowWorker
+from rlix.flow.parts.local import LocalWorker
+from rlix.node.pinned_memory import memory_bytes
 from rlix.protocol.errors import NotResidentError, RlixError
+from rlix.protocol.messages import Device, DeviceKind
 
 
 class Learns(FlowWorker):
@@ -83,6 +86,16 @@ def test_between_turns_a_state_is_saved_and_restored() -> None:
     worker._rlix_onload(None)
     assert torch.equal(other.model.weight, worker.model.weight)
     assert torch.equal(saved["weight"], worker.model.weight)
+
+
+def test_the_room_is_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, engine = Learns(), LocalWorker()
+    placed(worker)
+    engine.devices = (Device(0, "here", "::1", 0, DeviceKind.CPU),)
+    assert worker.room() == engine.room() == memory_bytes()
+    monkeypatch.setattr("rlix.node.devices.machine_memory", lambda: 80)
+    engine.devices = (Device(0, "here", "::1", 0, DeviceKind.CUDA),)
+    assert engine.room() == 80.0
 
 
 @pytest.mark.parametrize("left", [0, own_state.SMALL + 1])

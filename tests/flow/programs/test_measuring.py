@@ -1,5 +1,6 @@
 """Measuring parts whose workers are plain objects: with which batches, how long, and what counts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,6 +13,7 @@ from rlix.flow.profiler import measure as measure_module
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.wiring import Circle, Part
 from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
+from rlix.protocol.messages import DeviceKind
 from rlix.workers.group import START_TIMEOUT_S, WorkerGroup
 from tests.flow.programs.pretended import ITEMS, POOL, Adds
 
@@ -35,6 +37,18 @@ def test_parts_are_measured_with_whole_batches_of_what_there_is() -> None:
     assert {p.width for p in wide.parts["ones"].points} == {2}  # 8 items are 2 chunks
     with pytest.raises(SpecError, match="ones takes multiples of 4 item"):
         measure_module.profile(flow, POOL, measure_module.Grid((1,), (2,)))
+
+
+@pytest.mark.parametrize(("kind", "room"), [(DeviceKind.CPU, 80.0 * 2**30), (DeviceKind.CUDA, 76.0 * 2**30)])
+def test_of_a_gpu_plans_have_what_the_processes_of_all_parts_leave(kind: DeviceKind, room: float) -> None:
+    big = type("Big", (Adds,), {"room": lambda _: 80.0 * 2**30})
+    parts = [Part("ones", big, "add", kwargs={"number": 1}), Part("tens", Adds, "add", kwargs={"number": 1})]
+    parts += [Part("cpu", Adds, "add", kwargs={"number": 1}, cpu_ranks=1)]
+    pool = [replace(device, kind=kind) for device in POOL]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Adds, "room", lambda _: float("inf"))
+        flow = Flow("sums", parts, 4, lambda n: [0] * n)
+        assert measure_module.profile(flow, pool, measure_module.Grid((1,), (4,), repeats=1)).device_bytes == room
 
 
 @pytest.mark.parametrize("said", ["much", None, (1.0,), ("now", "peak")])

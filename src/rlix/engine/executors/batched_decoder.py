@@ -7,12 +7,11 @@ the batch has it: a trajectory is reproduced when it is batched as before, else 
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlix.engine import lora
+from rlix.engine.executors.caches import SlotCache
 from rlix.engine.executors.decoder import STEP_TOKENS, Decoder, DecoderLimits, Ints
-from rlix.engine.executors.slot_cache import SlotCache
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 
 _PADDING_LIMIT = 16  # positions a prompt may be padded by for free; beyond, at most to twice its length
@@ -23,13 +22,8 @@ class BatchedDecoder(Decoder):
 
     def __init__(self, model: PreTrainedModel, device: torch.device, limits: DecoderLimits) -> None:
         super().__init__(model, device, limits)
-        self._cache = SlotCache(device, limits.kv_bytes)
+        self._cache: SlotCache = SlotCache(device, limits.kv_bytes)
         self._row_at: list[int] = []  # by slot; -1 where a row has ended since the last step
-        self._arange = torch.arange(limits.max_length, device=device)
-
-    @property
-    def cache_bytes(self) -> int:
-        return self._cache.nbytes
 
     @torch.inference_mode()
     def step(self, version: int) -> dict[int, GenerationResult]:
@@ -41,17 +35,10 @@ class BatchedDecoder(Decoder):
         last = state.length[rows] - 1
         positions = self._put(last)
         self._cache.decode(positions, int(last.max()) + 1)
-        mask = torch.arange(self._cache.window, device=self._device) <= positions[:, None]
         with lora.row_by_row(self._model, state.adapter[rows].tolist()):
-            logits: Tensor = self._model(
-                input_ids=self._put(state.tokens[rows, last])[:, None],
-                position_ids=positions[:, None],
-                attention_mask=mask[:, None, None, :],
-                past_key_values=self._cache,
-                use_cache=True,
-            ).logits
+            logits = self._logits(state.tokens[rows, last], positions, self._cache.window)
         state.fed[rows] += 1
-        return self._append([self._sample(rows, logits[:, 0])], version)
+        return self._append([self._sample(rows, logits)], version)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlix.engine.executors.caches import STRIDE, PooledCache
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.inference.sampling import sample
 
@@ -84,8 +85,11 @@ class Decoder(ABC):
         model: a causal LM whose attention layers all attend to the whole prefix and use the cache they are given.
     """
 
+    _cache: PooledCache
+
     def __init__(self, model: PreTrainedModel, device: torch.device, limits: DecoderLimits) -> None:
         self._model, self._device, self._limits = model, device, limits
+        self._arange = torch.arange(2 * max(limits.max_length, STRIDE), device=device)  # as far as any window reaches
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._rows = Rows(limits.max_rows)
         self._requests: dict[int, GenerationRequest] = {}
@@ -94,10 +98,6 @@ class Decoder(ABC):
         """Of the adapters that there are: label the tokens of their requests."""
 
     # ---- what a decoder does ---------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def cache_bytes(self) -> int: ...
 
     @abstractmethod
     def step(self, version: int) -> dict[int, GenerationResult]:
@@ -129,6 +129,10 @@ class Decoder(ABC):
         """Give a row's room back."""
 
     # ---- the same for all ------------------------------------------------------------------------------------
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.nbytes
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ValueError when the request could never be decoded."""
@@ -186,6 +190,17 @@ class Decoder(ABC):
         """Tokens, their log-probabilities and versions, that a row has drawn after its first `since` ones."""
         rows, new = self._rows, slice(int(self._rows.start[row]) + since, int(self._rows.length[row]))
         return rows.tokens[row, new].tolist(), rows.logprobs[row, new].tolist(), rows.versions[row, new].tolist()
+
+    def _logits(self, tokens: Ints, positions: Tensor, window: int) -> Tensor:
+        """Of one token each of several rows, (rows, vocabulary); the cache knows which rows these are."""
+        logits: Tensor = self._model(
+            input_ids=self._put(tokens)[:, None],
+            position_ids=positions[:, None],
+            attention_mask=(self._arange[:window] <= positions[:, None])[:, None, None, :],
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits
+        return logits[:, 0]
 
     def _sample(self, rows: Ints, logits: Tensor) -> Drawn:
         """Draw the next token of `rows` from logits (rows, vocabulary)."""

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlix.engine import lora
+from rlix.engine.executors.caches import BLOCK, SCRATCH, PagedCache
 from rlix.engine.executors.decoder import STEP_TOKENS, Decoder, DecoderLimits, Drawn, Ints
-from rlix.engine.executors.paged_cache import BLOCK, SCRATCH, PagedCache
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 
 _FIRST_BLOCKS = 64
@@ -33,19 +32,13 @@ class ExactDecoder(Decoder):
     ) -> None:
         super().__init__(model, device, limits)
         self._tile_tokens = tile_tokens
-        longest = _window(limits.max_length - 1)
-        self._blocks = np.full((limits.max_rows, longest // BLOCK), SCRATCH, dtype=np.int64)
+        self._blocks = np.full((limits.max_rows, _window(limits.max_length - 1) // BLOCK), SCRATCH, dtype=np.int64)
         self._leader = np.full(
             limits.max_rows, -1, dtype=np.int64
         )  # the row that computes this row's prompt, until it has
         self._prompts: dict[tuple[str, tuple[int, ...]], int] = {}
-        self._cache = PagedCache(_FIRST_BLOCKS, device)
+        self._cache: PagedCache = PagedCache(_FIRST_BLOCKS, device)
         self._free_blocks = list(range(_FIRST_BLOCKS - 1, SCRATCH, -1))
-        self._arange = torch.arange(longest, device=device)
-
-    @property
-    def cache_bytes(self) -> int:
-        return self._cache.nbytes
 
     @torch.inference_mode()
     def step(self, version: int) -> dict[int, GenerationResult]:
@@ -114,17 +107,10 @@ class ExactDecoder(Decoder):
         where[:count] = positions
         write[:count] = self._blocks[token_rows, positions // BLOCK] * BLOCK + positions % BLOCK
         read[:count] = self._blocks[token_rows, : window // BLOCK]
-        position = self._put(where)
         self._cache.select(self._put(write), self._put(read))
-        logits: Tensor = self._model(
-            input_ids=self._put(ids)[:, None],
-            position_ids=position[:, None],
-            attention_mask=(self._arange[:window] <= position[:, None])[:, None, None, :],
-            past_key_values=self._cache,
-            use_cache=True,
-        ).logits
+        logits = self._logits(ids, self._put(where), window)
         (last,) = np.nonzero(positions == rows.length[token_rows] - 1)
-        return [self._sample(token_rows[last], logits[self._put(last), 0])] if len(last) else []
+        return [self._sample(token_rows[last], logits[self._put(last)])] if len(last) else []
 
     def _share_prompts(self) -> Ints:
         """Copy computed prompts to the rows that wait for them, all but the last token, whose logits each row needs.

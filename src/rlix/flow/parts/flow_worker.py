@@ -13,6 +13,7 @@ from ray import cloudpickle
 from rlix.flow.parts.items import Items
 from rlix.flow.parts.logged import Sums, log
 from rlix.node.device_lock import DeviceLocks
+from rlix.node.pinned_memory import memory_bytes
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Fence
 from rlix.protocol.types import Phase
@@ -84,9 +85,11 @@ class FlowWorker(Worker):
         return max(float(torch.cuda.memory_allocated(device)) for device in mine), peak
 
     def room(self) -> float:
-        """Bytes of the smallest device; a virtual one has no limit."""
-        if not self.ctx.devices or self.ctx.kind != "cuda":
+        """Bytes of the smallest device; a virtual one's memory is the host's."""
+        if not self.ctx.devices:
             return float("inf")
+        if self.ctx.kind != "cuda":
+            return float(memory_bytes())
         import torch
 
         every = range(torch.cuda.device_count())  # only this worker's are visible

@@ -8,8 +8,10 @@ import ray
 
 from rlix.flow.parts.flow_worker import FlowWorker, Piece
 from rlix.flow.parts.logged import Sums
+from rlix.node.devices import smallest_memory
+from rlix.node.pinned_memory import memory_bytes
 from rlix.protocol.errors import WaitTimeoutError
-from rlix.protocol.messages import Device, Fence, Process
+from rlix.protocol.messages import Device, DeviceKind, Fence, Process
 
 
 class LocalWorker(FlowWorker):
@@ -29,8 +31,10 @@ class LocalWorker(FlowWorker):
         """Start what needs no device."""
 
     def room(self) -> float:
-        """Bytes of the smallest device; as far as nobody says, there is no limit."""
-        return float("inf")
+        """Bytes of the smallest device of this host, which has some of the engine's; a virtual one's is the host's."""
+        if any(device.kind is not DeviceKind.CUDA for device in self.devices):
+            return float(memory_bytes())
+        return float(smallest_memory(self.devices) or "inf")
 
     def step_begins(self, number: int) -> None:
         """Which step the next items are of; it may be one that failed before."""

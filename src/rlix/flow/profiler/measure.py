@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from numbers import Real
 from statistics import median
 from typing import Any
@@ -21,8 +22,9 @@ from rlix.flow.profiler.profile import PartProfile, Profile, machine
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
 from rlix.flow.programs.streams import spread_batch
 from rlix.flow.programs.wiring import Part, Wiring
+from rlix.node.devices import usable
 from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
-from rlix.protocol.messages import Device
+from rlix.protocol.messages import Device, DeviceKind
 from rlix.protocol.types import Phase
 from rlix.workers.counts import is_count
 from rlix.workers.group import START_TIMEOUT_S
@@ -80,7 +82,10 @@ def profile(
         with _said(flow, part):
             parts[part.name], made[part.name] = _measure(part, inputs, pool, grid, timeout_s, rooms)
         logger.info("profiled %s", part.name)
-    return Profile(flow.name, machine(), parts, device_bytes=min(rooms))
+    room = min(rooms)
+    if room < inf and any(device.kind is DeviceKind.CUDA for device in devices):
+        room = usable(int(room), sum(not part.cpu_ranks for part in flow.parts))  # all processes stay
+    return Profile(flow.name, machine(), parts, device_bytes=room)
 
 
 @contextlib.contextmanager

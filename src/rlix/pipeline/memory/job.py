@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlix.node.devices import usable
 from rlix.pipeline.memory import estimate
 from rlix.pipeline.memory.estimate import PREFILL_TOKENS, Generation, Need, Training
 from rlix.pipeline.memory.shape import ModelShape, shape_of
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_CONTEXT = 2 * _GIB
 _WIDE = 4
 _WORTH_SAVING = 0.05  # of what a phase needs
 _MOST_WAYS = 2
@@ -119,11 +119,6 @@ def check_memory(specs: Sequence["JobSpec"], memory: int) -> None:
         lines += [spec.described(problem) for problem in memory_problems(spec, found, memory)]
     if lines:
         raise SpecError("\n".join(lines))
-
-
-def usable(memory: int) -> int:
-    """Of a GPU's memory: without what CUDA, NCCL and fragmentation take."""
-    return memory - min(_CONTEXT, memory // 10)
 
 
 def gib(count: int) -> str:

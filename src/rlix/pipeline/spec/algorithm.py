@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rlix.pipeline.spec.named import Named, import_object, parse_options
+from rlix.pipeline.spec.named import Named, Shipped, import_object, parse_options
 from rlix.pipeline.spec.section import Count, Index, NonNegative, Positive, Section, Share
 from rlix.protocol.errors import SpecError
 
@@ -320,13 +320,8 @@ class AlgorithmSpec(Named):
     def options_owner(self) -> object:
         """Has the options' class as `Options`."""
         if self.name in ALGORITHMS:
-            return _Shipped(ALGORITHMS[self.name])
+            return Shipped(ALGORITHMS[self.name])
         return import_object(self.name)
-
-
-class _Shipped:
-    def __init__(self, options: type[Section]) -> None:
-        self.Options = options
 
 
 def _kl_in_reward(owner: object, options: Any) -> bool:

@@ -13,7 +13,7 @@ from rlix.pipeline.spec.columns import data_fields
 from rlix.pipeline.spec.evaluation import EvaluationSetSpec
 from rlix.pipeline.spec.executor import EXECUTORS, TRAINERS, executor_problems
 from rlix.pipeline.spec.lora import MULTI_LORA, unknown_targets
-from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
+from rlix.pipeline.spec.named import Shipped, option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
 from rlix.pipeline.spec.sections import Sections
 from rlix.pipeline.spec.source import (
@@ -209,7 +209,7 @@ def _schedule(spec: Sections) -> Iterator[Problem]:
     off_policy = spec.schedule.works_ahead
     if off_policy:
         try:
-            ahead: AheadOptions = parse_options(_Owner(AheadOptions), spec.schedule.options)
+            ahead: AheadOptions = parse_options(Shipped(AheadOptions), spec.schedule.options)
         except ValidationError:  # reported with the other options
             return
         where = "schedule.options"
@@ -235,18 +235,11 @@ def _schedule(spec: Sections) -> Iterator[Problem]:
         yield Problem("rollout.temperature", problem)
 
 
-class _Owner:
-    """What ships, as far as its options go: looking at them loads none of its code."""
-
-    def __init__(self, options: type) -> None:
-        self.Options = options
-
-
 def _shipped_options(spec: Sections) -> Iterator[Problem]:
     if spec.algorithm.name in ALGORITHMS:
         yield from option_problems("algorithm.options", spec.algorithm.options_owner(), spec.algorithm.options)
     if spec.schedule.name in SCHEDULES:
-        owner = _Owner(SCHEDULES[spec.schedule.name])
+        owner = Shipped(SCHEDULES[spec.schedule.name])
         yield from option_problems("schedule.options", owner, spec.schedule.options)
     rollout = spec.rollout
     yield from executor_problems(rollout.executor, rollout.executor_options, rollout.max_new_tokens)

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from rlix.engine.executors import vllm_options
-from rlix.pipeline.spec.named import option_problems, parse_options
+from rlix.pipeline.spec.named import Shipped, option_problems, parse_options
 from rlix.pipeline.spec.section import Count, Section, Share
 from rlix.protocol.spec_file import Problem
 
@@ -60,9 +60,8 @@ EXECUTORS: dict[str, type[_Options]] = {"transformers": TransformersOptions, "vl
 TRAINERS = ("fsdp2",)
 
 
-class _Owner:
-    def __init__(self, executor: str) -> None:
-        self.Options = EXECUTORS.get(executor, OwnOptions)
+def _owner(executor: str) -> Shipped:
+    return Shipped(EXECUTORS.get(executor, OwnOptions))
 
 
 def executor_problems(executor: str, options: dict[str, Any], longest_answer: int) -> Iterator[Problem]:
@@ -76,14 +75,14 @@ def executor_problems(executor: str, options: dict[str, Any], longest_answer: in
             yield Problem(f"{where}.{name}", "is set by RLix, which depends on it; remove it")
         else:
             given[name] = value
-    problems = list(option_problems(where, _Owner(executor), given))
+    problems = list(option_problems(where, _owner(executor), given))
     yield from problems
     if executor == "vllm":
         own = VllmOptions.model_fields
         for name, problem in vllm_options.unknown({k: v for k, v in given.items() if k not in own}).items():
             yield Problem(f"{where}.{name}", problem)
     if not problems:
-        length = parse_options(_Owner(executor), given).max_model_len
+        length = parse_options(_owner(executor), given).max_model_len
         if length is not None and length <= longest_answer:
             yield Problem(
                 f"{where}.max_model_len",
@@ -98,7 +97,7 @@ def own_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def parsed_options(executor: str, options: dict[str, Any]) -> TransformersOptions | VllmOptions | OwnOptions:
     """Of a job that has been checked."""
-    parsed: TransformersOptions | VllmOptions | OwnOptions = parse_options(_Owner(executor), options)
+    parsed: TransformersOptions | VllmOptions | OwnOptions = parse_options(_owner(executor), options)
     return parsed
 
 

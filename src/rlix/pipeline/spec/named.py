@@ -163,6 +163,13 @@ def own_traceback(error: BaseException) -> str:
     return "".join(traceback.format_list(own))
 
 
+class Shipped:
+    """What ships, as far as its options go: looking at them loads none of its code."""
+
+    def __init__(self, options: type) -> None:
+        self.Options = options
+
+
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 

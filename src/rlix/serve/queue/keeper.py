@@ -69,7 +69,7 @@ class Keeper:
         self._seen: dict[int, Seen] = {}
         self._asked_to_stop: dict[int, float] = {}
         self._devices = 0
-        self._pool_why = "the pool has not been looked at yet"
+        self._pool_why = "it has not been looked at yet"
         self.control: Control | None = None
         """What the control plane has said of itself when `look_at_control` was asked last; None: nothing."""
         self._changed = asyncio.Event()
