@@ -11,6 +11,7 @@ import pytest
 
 from rlix.control.gang_queue import Asked, Ticket
 from rlix.control.journal import Journal, JournalError
+from rlix.control.scheduler_service import Scheduler
 from rlix.control.settings import Settings
 from rlix.control.status import status_of
 from rlix.control.usage import Usage
@@ -23,7 +24,7 @@ from rlix.protocol.events import (
     PipelineRegistered,
     PipelineUnregistered,
 )
-from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
+from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Process, Registration, ReleaseReason
 from rlix.protocol.types import Phase
 from rlix.scheduler.image import image
 from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
@@ -543,6 +544,28 @@ def test_an_id_that_is_never_admitted_is_forgotten(tmp_path: Path) -> None:
     world.run(3.0)
     assert set(world.core.state.allocated) == {"ft_1"}
     assert world.core.known.log.why_ended(unadmitted) == "it was not admitted within 61 s"
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+def test_who_registers_and_dies_at_once_is_forgotten_at_once(admitted: bool, tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.db", now=lambda: 1e9) as journal:
+        world = World(journal=journal)
+        job, other = world.core.allocate("job"), world.core.allocate("job")
+        for number, pipeline_id in enumerate((job, other)):
+            asyncio.run(register(service_of(world), pipeline_id, process(7 + number), admitted))
+        world.restart(list(journal.replay()))
+        world.machine.states_[process(7)] = "dead"
+        world.core.start()
+        world.run(3.0)
+        assert job not in world.core.state.allocated
+        assert world.core.known.log.why_ended(job) == "its program, process 7, died"
+        assert other in world.core.state.registrations
+
+
+async def register(service: Scheduler, pipeline_id: str, program: Process, admitted: bool) -> None:
+    await service.register_pipeline(pipeline_id, "ns", {"train": 1}, {"train": [0]}, name="mine", program=program)
+    if admitted:
+        await service.admit_pipeline(pipeline_id)
 
 
 def test_devices_that_leave_take_their_leases_with_them_and_come_back_with_new_numbers() -> None:

@@ -136,10 +136,11 @@ class Job:
         sizes = {"train": 1, "roll": plan.tensor_parallel_size}
         sizes = {name: sizes[name] for name in mapping}
         elastic = ["roll"] if plan.roll is not None else []
-        registered = await self._ask("register_pipeline", "ns", sizes, mapping, None, elastic, self.name)
+        registered = await self._ask(
+            "register_pipeline", "ns", sizes, mapping, None, elastic, self.name, self.program.id
+        )
         self.devices = {device for c in registered.clusters for choice in c.choices for device in choice}
         await self._ask("admit_pipeline")
-        await self._ask("name_holders", "", {0: self.program.id})
         self._spawn(self._beat)
         if plan.roll is not None:
             self._spawn(self._roll)

@@ -63,10 +63,11 @@ class Orchestrator:
         cluster_device_alternatives: Mapping[str, Sequence[Sequence[int]]] | None = None,
         elastic_clusters: Sequence[str] | None = None,
         name: str = "",
+        program: Process | None = None,
     ) -> Registration:
         """Declares the devices of each cluster of the pipeline, and its tensor-parallel size. Cluster names are free.
 
-        `name` is what people call it.
+        `name` is what people call it. `program`: the process whose end is the pipeline's, where it is known already.
 
         A mapping is a list of device ids, a number of devices, a range `{"min": 4, "max": 8}` (gangs only) or None for
         the whole pool (elastic clusters only); what is asked for by size is placed, and the answer says where.
@@ -88,6 +89,7 @@ class Orchestrator:
             cluster_device_alternatives,
             elastic_clusters,
             name,
+            program,
         )
         return registration
 

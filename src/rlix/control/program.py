@@ -20,6 +20,7 @@ from rlix.control.rollout_lease import LOCK_TIMEOUT_S, RolloutLease
 from rlix.control.rpc import get
 from rlix.control.settings import Settings
 from rlix.node.device_lock import DeviceLocks
+from rlix.node.process import this_process
 from rlix.protocol.errors import DeadlockError, RlixError, SpecError
 from rlix.protocol.messages import Demand, Device, Lease, Process
 from rlix.protocol.types import ClusterName, Phase, pipeline_namespace
@@ -89,6 +90,7 @@ def attach(
         name=name,
         elastic_clusters=list(rollouts),
         cluster_device_alternatives={gang: [] for gang in gangs} if stay else None,
+        program=this_process(ray.get_runtime_context().get_node_id(), name),
     )
     get(register, what=f"registration of {name!r}", timeout_s=_CALL_TIMEOUT_S)
     get(orchestrator.admit_pipeline.remote(pipeline_id), what=f"admission of {name!r}", timeout_s=_CALL_TIMEOUT_S)
@@ -157,7 +159,6 @@ class Program:
         self.registration = client.registration()
         self._locks = LeaseLocks(client)
         self._rollouts: weakref.WeakSet[RolloutLease] = weakref.WeakSet()
-        client.join(name)
         for cluster in self.registration.clusters:
             ranks = range(len(cluster.bundles)) if cluster.elastic else range(1)
             client.name_holders(cluster.name, dict.fromkeys(ranks, client.process))

@@ -29,7 +29,7 @@ from rlix.control.status import Packer, status_of
 from rlix.control.watchdog import here
 from rlix.node.memory import KEPT, set_oom_score
 from rlix.protocol.errors import RlixError, SpecError
-from rlix.protocol.events import PipelineAdmitted, PipelineRegistered
+from rlix.protocol.events import HoldersNamed, PipelineAdmitted, PipelineRegistered
 from rlix.protocol.messages import (
     Demand,
     Device,
@@ -159,11 +159,13 @@ class Scheduler:
         cluster_device_alternatives: object = None,
         elastic_clusters: object = None,
         name: str = "",
+        program: Process | None = None,
     ) -> Registration:
         """See `Orchestrator.register_pipeline`. Registering the same again changes nothing."""
         core = await self._core()
         checks.text("register_pipeline", "name", name)
         checks.text("register_pipeline", "ray_namespace", ray_namespace)
+        checks.process("register_pipeline", program, optional=True)
         if pipeline_id not in core.state.allocated:
             raise SpecError(
                 f"register_pipeline: unknown pipeline id {pipeline_id!r}; get one from allocate_pipeline_id first"
@@ -181,7 +183,8 @@ class Scheduler:
         )
         before = core.state.registrations.get(pipeline_id)
         if before is None:
-            core.record(PipelineRegistered(registration))
+            named = () if program is None else (HoldersNamed(pipeline_id, "", ((0, program),)),)
+            core.record(PipelineRegistered(registration), *named)
             return registration
         # Asked for by size it might be placed elsewhere now; what was answered the first time stays.
         if declared(before) != declared(registration):

@@ -100,19 +100,25 @@ class Watch:
                 self._nodes.states(tuple(asked), partial(self._answered, node_id))
 
     def _end_unused(self, now: float) -> None:
-        """Whoever got an id and died before its pipeline was admitted leaves nobody else who would end it."""
+        """Whoever got an id and died before its pipeline was admitted leaves nobody else who would end it.
+
+        Of an id alone it is not known who got it.
+        """
         unused = [pipeline_id for pipeline_id in self._known.state.allocated if pipeline_id not in self._known.jobs]
         self._unused_since = {pipeline_id: self._unused_since.get(pipeline_id, now) for pipeline_id in unused}
         for pipeline_id, since in self._unused_since.items():
-            if now - since > self._known.settings.idle_job_s:
+            why = self._why_program_over(pipeline_id)
+            if not why and now - since > self._known.settings.idle_job_s:
                 why = f"it was not admitted within {now - since:.0f} s"
+            if why:
                 self._departures.end(pipeline_id, why)
 
     def _processes(self, now: float) -> dict[Process, None]:
         """Programs, workers (those that hold nothing, too: their job may be waiting for them), and silent callers."""
         known, asked = self._known, dict[Process, None]()
-        for pipeline_id, job in known.jobs.items():
+        for pipeline_id in known.state.registrations:
             asked |= dict.fromkeys(known.state.holders(pipeline_id, "").values())
+        for pipeline_id, job in known.jobs.items():
             asked |= dict.fromkeys(known.workers(pipeline_id))
             asked |= {p: None for p, caller in job.callers.items() if now - caller.heard_at > _ASK_AFTER_S}
         return asked
@@ -172,17 +178,22 @@ class Watch:
     def _why_over(self, pipeline_id: str, job: Job, now: float) -> str:
         """Why a pipeline is over; "" while it is not."""
         known = self._known
-        programs = known.state.holders(pipeline_id, "").values()
-        for process in programs:
-            if what := fate(self._seen.get(process), known.settings):
-                return f"{_PROGRAM} {process.pid}, {what}"
+        if why := self._why_program_over(pipeline_id):
+            return why
         if cluster := known.stranded(pipeline_id):
             return f"all devices of its {cluster} left the pool with their nodes"
         idle_s = now - job.heard_at
+        programs = known.state.holders(pipeline_id, "")
         if idle_s <= known.settings.idle_job_s or programs or known.state.leases_of(pipeline_id):
             return ""
         waits = any(request.pipeline_id == pipeline_id for request in known.state.requests.values())
         return "" if waits else f"nothing was heard of it for {idle_s:.0f} s"
+
+    def _why_program_over(self, pipeline_id: str) -> str:
+        for process in self._known.state.holders(pipeline_id, "").values():
+            if what := fate(self._seen.get(process), self._known.settings):
+                return f"{_PROGRAM} {process.pid}, {what}"
+        return ""
 
     def _drop(self, pipeline_id: str, process: Process, caller: Caller, what: str) -> None:
         """Ends what a process waited for or held."""
