@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from rlix.control.journal import (
     KEPT_SESSIONS,
@@ -178,6 +179,22 @@ def test_a_journal_of_another_version_is_put_aside(
     aside.close()
     with open_journal(tmp_path, "a") as again:
         assert events_of(again) == EVENTS[:1]
+
+
+def test_a_journal_of_the_version_before_is_read_on(tmp_path: Path) -> None:
+    """A new one would give leases their numbers again, and device locks refuse those that they have seen."""
+    infer = Cluster("actor_infer", 1, (0, 1, 5), elastic=True)
+    registered = PipelineRegistered(Registration("ft_1", "NS", (infer,)))
+    with open_journal(tmp_path, "a") as journal:
+        journal.append([*EVENTS, registered])
+    with contextlib.closing(sqlite3.connect(journal.path)) as db, db:
+        before = TypeAdapter(PipelineRegistered).dump_json(registered).decode()
+        db.execute("UPDATE events SET body = ? WHERE type = 'PipelineRegistered'", (before,))
+        db.execute("PRAGMA user_version=2")
+    for _ in range(2):
+        with open_journal(tmp_path, "a") as journal:
+            assert events_of(journal) == [*EVENTS, registered]
+    assert len(list(tmp_path.glob("*.db"))) == 1
 
 
 def test_a_damaged_journal_and_an_unknown_event_are_named(tmp_path: Path) -> None:

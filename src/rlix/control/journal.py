@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 KEPT_SESSIONS = 5
 LOCK_WAIT_S = 5.0  # a process that was just killed holds its files until the kernel has cleaned up after it
-VERSION = 3  # of the tables and of the events' fields: a journal of another version is not read
+VERSION = 3  # of the tables and of the events' fields: a journal of any other but `_BEFORE` is put aside
+_BEFORE = 2  # which has the devices of a registration in its clusters
 _BUSY_TIMEOUT_S = 1.0
 _WAL_BYTES = 4 << 20
 _TABLES = (
@@ -88,7 +89,7 @@ class _Registered:
     of jobs, and those as runs."""
 
     registration: Registration
-    devices: tuple[_Runs, ...]
+    devices: tuple[_Runs, ...] = ()
 
 
 def _packed(event: PipelineRegistered) -> _Registered:
@@ -98,6 +99,8 @@ def _packed(event: PipelineRegistered) -> _Registered:
 
 
 def _unpacked(stored: _Registered) -> PipelineRegistered:
+    if not stored.devices:
+        return PipelineRegistered(stored.registration)
     bare = zip(stored.registration.clusters, stored.devices, strict=True)
     clusters = tuple(replace(cluster, devices=_devices(runs)) for cluster, runs in bare)
     return PipelineRegistered(replace(stored.registration, clusters=clusters))
@@ -234,7 +237,9 @@ class Journal:
         db = _connect(self.path)
         version = int(db.execute("PRAGMA user_version").fetchone()[0])
         tables = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-        if tables and version != VERSION:
+        if tables and version == _BEFORE:
+            db.execute(f"PRAGMA user_version={VERSION}")
+        elif tables and version != VERSION:
             db.execute("PRAGMA journal_mode=DELETE")  # so that no part of it stays behind in a file of another name
             db.close()
             self._put_aside(version)
