@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlix.control.hosts import find, statuses
-from rlix.protocol.errors import PipelineGoneError, SpecError
+from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError
 from rlix.protocol.events import Event
-from rlix.protocol.messages import LeaseState, NodeState
+from rlix.protocol.messages import LeaseState, NodeState, RolloutAnswer
 from rlix.protocol.types import Phase
 from rlix.scheduler.image import image
 from rlix.scheduler.state import State
@@ -115,13 +115,14 @@ def test_a_bundle_that_is_asked_back_has_a_time_limit_again_when_its_host_is_bac
     assert sorted(p.pid for p in world.machine.killed) == [9, 10]
 
 
-def test_a_rollout_that_has_no_other_host_is_told_once_its_job_holds_nothing() -> None:
+def test_a_rollout_whose_hosts_are_drained_is_told_once_its_job_holds_nothing_where_others_are_in_service() -> None:
     world = World()
     world.core.start()
-    world.core.found(TWO)
+    far = tuple(replace(device, node_id="far") for device in DEVICES)
+    world.core.found((*far, replace(DEVICES[0], id=4)))
     service, gang = service_of(world), world.gang("ft_1")
     world.core.report("ft_1", INFER.name, replace(world.core.state.demand("ft_1", INFER.name), trajectories=9))
-    world.core.found(TWO, frozenset({"far", "node"}))
+    world.core.found((*far, replace(DEVICES[0], id=4)), FAR)
 
     def poll() -> object:
         held = {lease.epoch for lease in world.held("ft_1", LeaseState.ACTIVE, LeaseState.DRAINING)} - {gang.epoch}
@@ -132,10 +133,43 @@ def test_a_rollout_that_has_no_other_host_is_told_once_its_job_holds_nothing() -
     world.release(gang)
     for lease in world.held("ft_1", LeaseState.DRAINING):
         world.release(lease)
-    with pytest.raises(PipelineGoneError, match="the hosts of all devices of its actor_infer are drained"):
+    with pytest.raises(RlixError, match="the hosts of all devices of its actor_infer are drained") as said:
         poll()
+    assert not isinstance(said.value, PipelineGoneError)  # which a rollout takes for its end, and says nothing
     world.run(5.0)
     assert "ft_1" not in world.core.state.ending
+
+
+def test_who_has_no_host_at_all_waits_until_one_is_back() -> None:
+    world = World()
+    world.core.start()
+    world.core.found(TWO)
+    service, bundles, nobody_left = service_of(world), world.roll("ft_1", 99), frozenset({"far", "node"})
+    world.core.found(TWO, nobody_left)
+    for lease in bundles:
+        world.release(lease)
+    waiting = world.ask("ft_2")
+
+    def poll() -> RolloutAnswer:
+        return asyncio.run(service.poll_rollout("ft_1", INFER.name, None, (), (), 0.0))
+
+    assert poll() == RolloutAnswer()
+    world.run(100.0)
+    assert (poll(), waiting.outcome, pool(world)) == (RolloutAnswer(), None, [])
+    world.core.found(TWO)
+    world.run(0.0)
+    assert waiting.outcome == world.held("ft_2")[0]
+    assert [lease.devices for lease in poll().granted] == [(2,), (3,)]
+
+
+def test_who_waits_while_no_host_is_left_is_told_when_another_one_comes_back() -> None:
+    world = World()
+    world.core.found(NEAR)
+    world.core.found(NEAR, frozenset({"far", "node"}))
+    waiting = world.ask("ft_1")
+    assert waiting.outcome is None
+    world.core.found(NEAR, FAR)
+    assert isinstance(waiting.outcome, PipelineGoneError)
 
 
 def test_a_drained_host_survives_a_restart_and_a_compaction_of_the_journal() -> None:

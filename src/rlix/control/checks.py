@@ -13,7 +13,7 @@ from rlix.control.core import Core
 from rlix.control.gang_queue import Asked
 from rlix.control.job import Job
 from rlix.control.registration import job_name
-from rlix.protocol.errors import PipelineGoneError, SpecError, StaleEpochError
+from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, StaleEpochError
 from rlix.protocol.messages import MOST_METRICS, Demand, Lease, LeaseState, Process, Progress, Registration
 from rlix.protocol.types import Phase
 
@@ -53,9 +53,10 @@ def job(core: Core, pipeline_id: str) -> Job:
 
 
 def not_drained(core: Core, pipeline_id: str, cluster: str) -> None:
-    """Raises PipelineGoneError when a rollout waits for bundles of drained hosts and its pipeline holds nothing."""
+    """Raises RlixError when a rollout waits for bundles of drained hosts, others are in service, and its pipeline holds
+    nothing. The pipeline is not gone: whoever feeds the rollout must not take this for its end."""
     if core.known.drained(pipeline_id, core.state.registrations[pipeline_id].cluster(cluster)):
-        raise PipelineGoneError(f"{name(core, pipeline_id)}: the hosts of all devices of its {cluster} are drained")
+        raise RlixError(f"{name(core, pipeline_id)}: the hosts of all devices of its {cluster} are drained")
 
 
 def name(core: Core, pipeline_id: str) -> str:

@@ -14,8 +14,12 @@ def choices(state: Known, ticket: Ticket) -> tuple[tuple[int, ...], ...]:
 
 
 def can_run(state: Known, ticket: Ticket) -> bool:
-    """Whether one of its choices is in the pool."""
-    return any(all(state.device(d) is not None for d in choice) for choice in choices(state, ticket))
+    """Whether one of its choices is in the pool, or may be again while no other host is in service."""
+    waits = state.out_of_service
+    return any(
+        all(state.is_discovered(d) if waits else state.device(d) is not None for d in choice)
+        for choice in choices(state, ticket)
+    )
 
 
 def wanted(state: Known, ticket: Ticket) -> str:

@@ -272,11 +272,14 @@ class Knowledge:
         self.wake(lease.pipeline_id, lease.cluster)
 
     def drained(self, pipeline_id: str, cluster: Cluster) -> bool:
-        """Whether a pipeline that holds nothing cannot roll out, because its rollout's nodes are drained."""
-        if self.state.leases_of(pipeline_id) or not self.state.demand(pipeline_id, cluster.name).trajectories:
+        """Whether a pipeline that holds nothing cannot roll out, because its rollout's nodes are drained and others are
+        not."""
+        state = self.state
+        rolls = state.demand(pipeline_id, cluster.name).trajectories
+        if not rolls or state.out_of_service or state.leases_of(pipeline_id):
             return False
-        lent = any(all(map(self.state.is_lent, bundle)) for bundle in cluster.each_bundle())
-        return not lent and any(map(self.state.on_draining, cluster.each_bundle()))
+        lent = any(all(map(state.is_lent, bundle)) for bundle in cluster.each_bundle())
+        return not lent and any(map(state.on_draining, cluster.each_bundle()))
 
     def stranded(self, pipeline_id: str) -> str:
         """The elastic cluster that has something to do and all of whose bundles were lost; "" if none."""

@@ -93,6 +93,11 @@ class Known:
         device = self._devices.get(number)
         return device is not None and device.node_id not in self._draining
 
+    @property
+    def out_of_service(self) -> bool:
+        """Whether every host is drained: whoever waits for a device waits for a host to come back."""
+        return bool(self._draining) and bool(self._devices) and not self.lent
+
     def on_draining(self, devices: Iterable[int]) -> bool:
         """Whether any of them is on a node that is drained."""
         return any(d in self._devices and not self.is_lent(d) for d in devices)
