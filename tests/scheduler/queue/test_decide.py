@@ -175,6 +175,17 @@ def test_a_job_takes_the_place_of_smaller_ones_that_passed_it_for_long() -> None
     assert half.preempt == (Preemption(5, 4),), "one of 3 is free"
 
 
+def test_one_that_was_passed_does_not_take_what_is_guaranteed_to_another_team() -> None:
+    """4 of 8 are free, and b's; team a, which has used less, has its 4."""
+    teams, used = {"a": Team(guaranteed=4), "b": Team(guaranteed=4)}, {("b", "ann"): 9.0}
+    large, first, second = job(4, 4, "a"), running(5, 2, "a", since=100.0), running(6, 2, "a", since=200.0)
+    late = large.submitted_at + PASSED_S
+    found = look(8, large, first, second, job(7, 4, "b"), now=late, teams=teams, used=used)
+    assert found.admit == (7,)
+    assert found.preempt == (Preemption(6, 4), Preemption(5, 4))
+    assert look(8, large, first, second, now=late, teams=teams).admit == (4,), "nobody else wants them"
+
+
 def test_none_that_cannot_be_stopped_passes_one_that_has_waited_for_long() -> None:
     teams, fixed = {"a": Team(guaranteed=4)}, {"preemptible": False}
     held, large, next_ = running(1, 1, "a", limit_s=HOUR), job(2, 4, "a"), job(3, 1, "a", **fixed)

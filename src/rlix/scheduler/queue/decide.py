@@ -114,7 +114,7 @@ class _Turn:
 
 
 def _in_order(snapshot: Snapshot, waiting: Sequence[Job], board: "_Board") -> list[_Turn]:
-    keyed: list[tuple[tuple[bool, float, str, int], _Turn]] = []
+    keyed: list[tuple[tuple[bool, bool, float, str, int], _Turn]] = []
     for name in {job.team for job in waiting}:
         mine = [job for job in waiting if job.team == name]
         mine.sort(key=lambda job: _rank(snapshot, job))
@@ -131,7 +131,8 @@ def _in_order(snapshot: Snapshot, waiting: Sequence[Job], board: "_Board") -> li
                 board.firm.save(job, _length(job))
             over -= sum(other.gpus for other in passers if other.stop is not None)
             turn = _Turn(job, entitled, over, frozenset(other.id for other in passers if entitled))
-            keyed.append(((not entitled, used, name, place), turn))
+            borrows = over > 0  # until its passers have left: first come those that are within their guarantee now
+            keyed.append(((not entitled, entitled and borrows, used, name, place), turn))
     return [turn for _, turn in sorted(keyed, key=lambda item: item[0])]
 
 
