@@ -111,8 +111,10 @@ def test_wrong_sizes_and_names_are_refused(ray_session: Any) -> None:
         attach("x", gpus=99999999)
     with pytest.raises(SpecError, match="gangs must be a dict by cluster"):
         attach("x", gangs=["a"])  # type: ignore[arg-type]
-    for name in ("", "two\nlines", "x" * 65, 3):
-        with pytest.raises(SpecError, match="1 to 64 printable characters"):
+    with pytest.raises(SpecError, match="a job has at most 64 clusters, and 65 are named"):
+        attach("x", gangs={f"g{i}": 1 for i in range(64)}, rollouts={"r": None})
+    for name in ("", "two\nlines", "x" * 100_000, 3):
+        with pytest.raises(SpecError, match=r"1 to 64 printable characters, got .{1,80}$"):
             attach(name, gpus=1)  # type: ignore[arg-type]
     job = attach("x", gangs={"left": 1, "right": 1})
     for phase in ("ACTOR_TRAINING", 1, None):

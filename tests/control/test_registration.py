@@ -34,6 +34,8 @@ def test_a_good_declaration_becomes_a_registration() -> None:
         ({"1st": 1}, {"1st": [0]}, "'1st' cannot be a cluster's name; .* does not begin with a digit"),
         ({"": 1}, {"": [0]}, "'' cannot be a cluster's name"),
         ({"x" * 65: 1}, {"x" * 65: [0]}, "cannot be a cluster's name"),
+        ({f"c{i}": 1 for i in range(65)}, {"c0": 1}, "a job has at most 64 clusters, and cluster_tp_configs names 65"),
+        ({"c0": 1}, {f"c{i}": 1 for i in range(65)}, "64 clusters, and cluster_device_mappings names 65"),
         ({"actor_train": 1, "critic": 1}, {"actor_train": [0]}, "'critic' is in cluster_tp_configs but not in"),
         ({"actor_train": 1}, {"actor_train": [0], "critic": [1]}, "'critic' is in cluster_device_mappings but not in"),
         ({"actor_train": 0}, {"actor_train": [0]}, "'actor_train': .*at least 1, got 0"),
@@ -87,6 +89,23 @@ def test_who_gave_a_name_is_told_of_the_job_and_not_of_the_call() -> None:
     registration = build_registration("job_1", "ns", {"mine": 1}, {"mine": 2}, DEVICES, called="my script")
     with pytest.raises(SpecError, match=r"^job 'my script' has no cluster 'yours'; it has: mine$"):
         check_gang_request(registration, "yours", Phase.ACTOR_TRAINING)
+
+
+def test_what_is_wrong_is_not_repeated_at_any_length() -> None:
+    long = "x" * 100_000
+    for sizes, mappings in (({long: 1}, {long: 1}), ({"a": 1}, {"a": long}), ({"a": long}, {"a": 1})):
+        with pytest.raises(SpecError) as error:
+            build(sizes, mappings)
+        assert len(str(error.value)) < 400
+    with pytest.raises(SpecError) as error:
+        build_registration("job_1", "ns", {"a": 9}, {"a": 1}, DEVICES, called=long)
+    assert len(str(error.value)) < 400
+
+
+def test_a_job_may_have_64_clusters() -> None:
+    names = [f"c{i}" for i in range(64)]
+    got = build(dict.fromkeys(names, 1), dict.fromkeys(names, 1))
+    assert {c.devices for c in got.clusters} == {(0,)}
 
 
 def test_a_bundle_larger_than_every_node_may_span_nodes() -> None:

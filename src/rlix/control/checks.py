@@ -27,7 +27,7 @@ LONGEST_KIND = 64
 def kind(value: object) -> None:
     """Raises SpecError unless an id, which is part of an actor's name, may begin so."""
     if not isinstance(value, str) or not value.isidentifier() or len(value) > LONGEST_KIND:
-        raise SpecError(f"allocate_pipeline_id: kind must be a word such as 'ft' or 'lora', got {value!r}")
+        raise SpecError(f"allocate_pipeline_id: kind must be a word such as 'ft' or 'lora', got {value!r:.80}")
 
 
 def registration(core: Core, pipeline_id: str) -> Registration:
@@ -35,7 +35,7 @@ def registration(core: Core, pipeline_id: str) -> Registration:
     found = core.state.registrations.get(pipeline_id)
     if found is None:
         why = core.known.log.why_ended(pipeline_id)
-        text = f"pipeline {pipeline_id!r} is not registered (any more)"
+        text = f"pipeline {pipeline_id!r:.80} is not registered (any more)"
         raise PipelineGoneError(f"{text}: {why}" if why else text)
     return found
 
@@ -75,13 +75,13 @@ def process(where: str, value: object, *, optional: bool = False) -> None:
         and _is_count(value.started)
         and _is_text(value.name)
     ):
-        raise SpecError(f"{where}: needs a Process (rlix.node.process.this_process), got {value!r}")
+        raise SpecError(f"{where}: needs a Process (rlix.node.process.this_process), got {value!r:.80}")
 
 
 def holders(where: str, value: object) -> None:
     """Raises SpecError unless it gives a process for each of some ranks."""
     if not isinstance(value, Mapping) or len(value) > MOST_MEMBERS or not all(_is_count(rank) for rank in value):
-        raise SpecError(f"{where}: needs the processes by rank, as {{0: Process(...)}}, got {value!r}")
+        raise SpecError(f"{where}: needs the processes by rank, as {{0: Process(...)}}, got {value!r:.80}")
     for each in value.values():
         process(where, each)
 
@@ -89,7 +89,7 @@ def holders(where: str, value: object) -> None:
 def epochs(where: str, value: object) -> None:
     """Raises SpecError unless they are leases' epochs."""
     if not _are_counts(value):
-        raise SpecError(f"{where}: needs the epochs of leases, got {value!r}")
+        raise SpecError(f"{where}: needs the epochs of leases, got {value!r:.80}")
 
 
 def held(core: Core, pipeline_id: str, epochs: Sequence[int]) -> tuple[list[Lease], StaleEpochError | None]:
@@ -118,7 +118,7 @@ def _stale(core: Core, pipeline_id: str, epochs: Sequence[int]) -> StaleEpochErr
 def part(where: str, lease: Lease, devices: object) -> None:
     """Raises SpecError unless the lease is a gang's and keeps some of its devices when these are given back."""
     if not isinstance(devices, Sequence | Set) or not _are_counts(devices):
-        raise SpecError(f"{where}: needs the ids of devices, got {devices!r}")
+        raise SpecError(f"{where}: needs the ids of devices, got {devices!r:.80}")
     if lease.phase is Phase.ROLLOUT:
         raise SpecError(f"{where}: lease {lease.epoch} is a rollout's: its bundle is released as a whole")
     if set(lease.devices) <= set(devices):
@@ -128,7 +128,7 @@ def part(where: str, lease: Lease, devices: object) -> None:
 def wait(where: str, value: object) -> None:
     """Raises SpecError unless it is a number of seconds."""
     if not _is_seconds(value):
-        raise SpecError(f"{where}: wait_s must be a number of seconds from 0 up, got {value!r}")
+        raise SpecError(f"{where}: wait_s must be a number of seconds from 0 up, got {value!r:.80}")
 
 
 def text(where: str, field: str, value: object) -> None:
@@ -140,19 +140,19 @@ def text(where: str, field: str, value: object) -> None:
 def asked(where: str, value: object) -> None:
     """Raises SpecError unless a gang may be asked for so."""
     if not isinstance(value, Asked):
-        raise SpecError(f"{where}: needs an Asked, got {value!r}")
+        raise SpecError(f"{where}: needs an Asked, got {value!r:.80}")
     text(where, "key", value.key)
     process(where, value.holder, optional=True)
     epochs(where, value.holding)
     epochs(where, value.giving)
     for devices in (value.devices, value.home):
         if not isinstance(devices, tuple) or not _are_counts(devices):
-            raise SpecError(f"{where}: needs a tuple of device ids, got {devices!r}")
+            raise SpecError(f"{where}: needs a tuple of device ids, got {devices!r:.80}")
     if not _is_seconds(value.move_s):
-        raise SpecError(f"{where}: move_s must be a number of seconds from 0 up, got {value.move_s!r}")
+        raise SpecError(f"{where}: move_s must be a number of seconds from 0 up, got {value.move_s!r:.80}")
     for field, limit in (("timeout_s", value.timeout_s), ("longest_s", value.longest_s)):
         if limit is not None and not (_is_seconds(limit) and limit > 0):
-            raise SpecError(f"{where}: {field} must be positive or None, got {limit!r}")
+            raise SpecError(f"{where}: {field} must be positive or None, got {limit!r:.80}")
 
 
 def demand(where: str, value: object) -> None:

@@ -133,9 +133,11 @@ class JobClient:
             InterruptedError: `stop` was set.
         """
         if not isinstance(phase, Phase):
-            raise SpecError(f"{cluster}: the phase must be one of rlix.Phase, as Phase.ACTOR_TRAINING, got {phase!r}")
+            raise SpecError(
+                f"{cluster}: the phase must be one of rlix.Phase, as Phase.ACTOR_TRAINING, got {phase!r:.80}"
+            )
         if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
-            raise SpecError(f"{cluster}: timeout_s must be seconds above 0, or None to wait on, got {timeout_s!r}")
+            raise SpecError(f"{cluster}: timeout_s must be seconds above 0, or None to wait on, got {timeout_s!r:.80}")
         key = uuid.uuid4().hex
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         holding = tuple(self._held_here())

@@ -22,7 +22,7 @@ from rlix.control.settings import Settings
 from rlix.node.device_lock import DeviceLocks
 from rlix.node.process import this_process
 from rlix.protocol.errors import DeadlockError, RlixError, SpecError
-from rlix.protocol.messages import Demand, Device, Lease, Process
+from rlix.protocol.messages import MOST_CLUSTERS, Demand, Device, Lease, Process
 from rlix.protocol.types import ClusterName, Phase, pipeline_namespace
 
 Size = int | Sequence[int] | Mapping[str, int] | None
@@ -65,9 +65,14 @@ def attach(
         raise SpecError(f"rlix.attach({name!r}): say either gpus=8, or gangs={{...}} and rollouts={{...}}")
     for kind, given in (("gangs", gangs), ("rollouts", rollouts), ("tensor_parallel", tensor_parallel)):
         if given is not None and not isinstance(given, Mapping):
-            raise SpecError(f"rlix.attach({name!r}): {kind} must be a dict by cluster, as {{'mine': 2}}, got {given!r}")
+            raise SpecError(
+                f"rlix.attach({name!r}): {kind} must be a dict by cluster, as {{'mine': 2}}, got {given!r:.80}"
+            )
     gangs = {ClusterName.ACTOR_TRAIN.value: gpus} if gpus is not None else dict(gangs or {})
     rollouts = {ClusterName.ACTOR_INFER.value: None} if gpus is not None else dict(rollouts or {})
+    if len(gangs) + len(rollouts) > MOST_CLUSTERS:
+        named = f"{len(gangs) + len(rollouts)} are named"
+        raise SpecError(f"rlix.attach({name!r}): a job has at most {MOST_CLUSTERS} clusters, and {named}")
     twice = sorted(gangs.keys() & rollouts.keys())
     if twice:
         raise SpecError(f"rlix.attach({name!r}): {twice} are named as gangs and as rollouts; use different names")
@@ -265,7 +270,7 @@ class Program:
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > _LONGEST_NAME:
-        raise SpecError(f"rlix.attach: the name must be 1 to {_LONGEST_NAME} printable characters, got {name!r}")
+        raise SpecError(f"rlix.attach: the name must be 1 to {_LONGEST_NAME} printable characters, got {name!r:.80}")
 
 
 def _end(client: JobClient, locks: LeaseLocks) -> None:

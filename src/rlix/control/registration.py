@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rlix.protocol.errors import SpecError
-from rlix.protocol.messages import Cluster, Device, Registration
+from rlix.protocol.messages import MOST_CLUSTERS, Cluster, Device, Registration
 from rlix.protocol.types import ClusterName, Phase
 from rlix.scheduler.placement import Wish, place
 
@@ -44,9 +44,9 @@ def build_registration(
     Raises:
         SpecError: one line for each cluster that is wrong, naming the pipeline, the cluster, what is wrong and the fix.
     """
-    where = f"job {called!r}" if called else f"register_pipeline({pipeline_id!r})"
+    where = f"job {called!r:.80}" if called else f"register_pipeline({pipeline_id!r:.80})"
     if not isinstance(ray_namespace, str) or not ray_namespace:
-        raise SpecError(f"{where}: ray_namespace must be a non-empty string, got {ray_namespace!r}")
+        raise SpecError(f"{where}: ray_namespace must be a non-empty string, got {ray_namespace!r:.80}")
     sizes = _mapping(where, "cluster_tp_configs", cluster_tp_configs)
     mappings = _mapping(where, "cluster_device_mappings", cluster_device_mappings)
     for name in [*sizes, *mappings]:
@@ -60,7 +60,9 @@ def build_registration(
     if cluster_device_alternatives is not None:
         alternatives = _mapping(where, "cluster_device_alternatives", cluster_device_alternatives, may_be_empty=True)
         for name in sorted(alternatives.keys() - mappings.keys()):
-            raise SpecError(f"{where}: cluster_device_alternatives: cluster {name!r} is not in cluster_device_mappings")
+            raise SpecError(
+                f"{where}: cluster_device_alternatives: cluster {name!r:.80} is not in cluster_device_mappings"
+            )
     elastic = _elastic(where, mappings, elastic_clusters)
     clusters = _placed(where, sizes, mappings, alternatives, elastic, devices, others)
     return Registration(pipeline_id=pipeline_id, ray_namespace=ray_namespace, clusters=clusters, name=called)
@@ -106,7 +108,7 @@ def check_gang_request(
     where = job_name(registration)
     if isinstance(phase, bool) or not isinstance(phase, int) or phase not in list(Phase):
         known = ", ".join(f"{p.name}={p.value}" for p in Phase)
-        raise SpecError(f"{where}: unknown phase {phase!r}; phases are: {known}")
+        raise SpecError(f"{where}: unknown phase {phase!r:.80}; phases are: {known}")
     found = check_cluster(registration, cluster)
     if found.elastic:
         raise SpecError(
@@ -152,12 +154,12 @@ def check_cluster(registration: Registration, cluster: object) -> Cluster:
         if candidate.name == cluster:
             return candidate
     known = ", ".join(c.name for c in registration.clusters)
-    raise SpecError(f"{job_name(registration)} has no cluster {cluster!r}; it has: {known}")
+    raise SpecError(f"{job_name(registration)} has no cluster {cluster!r:.80}; it has: {known}")
 
 
 def job_name(registration: Registration) -> str:
     """How messages begin: with what its user calls the job."""
-    return f"job {(registration.name or registration.pipeline_id)!r}"
+    return f"job {(registration.name or registration.pipeline_id)!r:.80}"
 
 
 def declared(registration: Registration) -> object:
@@ -176,14 +178,16 @@ def _mapping(where: str, field: str, value: object, *, may_be_empty: bool = Fals
         raise SpecError(f"{where}: {field} must be a dict keyed by cluster name, got {type(value).__name__}")
     if not value and not may_be_empty:
         raise SpecError(f"{where}: {field} is empty; name at least one cluster")
+    if len(value) > MOST_CLUSTERS:
+        raise SpecError(f"{where}: a job has at most {MOST_CLUSTERS} clusters, and {field} names {len(value)}")
     return value
 
 
 def _check_name(where: str, name: object) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise SpecError(
-            f"{where}: {name!r} cannot be a cluster's name; use a word of at most 64 letters, digits, '_' and '-' that "
-            f"does not begin with a digit, such as {ClusterName.ACTOR_TRAIN.value!r}"
+            f"{where}: {name!r:.80} cannot be a cluster's name; use a word of at most 64 letters, digits, '_' and '-' "
+            f"that does not begin with a digit, such as {ClusterName.ACTOR_TRAIN.value!r}"
         )
 
 
@@ -191,11 +195,13 @@ def _elastic(where: str, mappings: Mapping[str, object], value: object) -> froze
     if value is None:
         return frozenset({ClusterName.ACTOR_INFER.value} & mappings.keys())
     if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in value):
-        raise SpecError(f"{where}: elastic_clusters must be a list of cluster names, got {value!r}")
+        raise SpecError(f"{where}: elastic_clusters must be a list of cluster names, got {value!r:.80}")
     known = ", ".join(mappings)
     for name, times in Counter(value).items():
         if name not in mappings:
-            raise SpecError(f"{where}: elastic_clusters: cluster {name!r} is not in cluster_device_mappings: {known}")
+            raise SpecError(
+                f"{where}: elastic_clusters: cluster {name!r:.80} is not in cluster_device_mappings: {known}"
+            )
         if times > 1:
             raise SpecError(f"{where}: elastic_clusters: cluster {name!r} is named more than once; name each once")
     return frozenset(value)
@@ -234,7 +240,7 @@ class _Declared:
     def alternatives(self, wish: Wish, value: object) -> tuple[tuple[int, ...], ...]:
         field = f"{self.where}: cluster_device_alternatives"
         if not isinstance(value, list | tuple):
-            raise SpecError(f"{field}: must be a list of lists of device ids, got {value!r}")
+            raise SpecError(f"{field}: must be a list of lists of device ids, got {value!r:.80}")
         if value and self.elastic:
             raise SpecError(f"{field}: rollouts are elastic; name all their devices in cluster_device_mappings")
         if value and not wish.devices:
@@ -255,7 +261,7 @@ class _Declared:
 
     def _tensor_parallel(self, value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool):
-            raise SpecError(f"{self.where}: the tensor-parallel size must be an int, got {value!r}")
+            raise SpecError(f"{self.where}: the tensor-parallel size must be an int, got {value!r:.80}")
         if value < 1:
             raise SpecError(f"{self.where}: the tensor-parallel size must be at least 1, got {value}")
         if value > _MOST_DEVICES:
@@ -275,7 +281,7 @@ class _Declared:
 
     def _both_ends(self, field: str, value: Mapping[object, object]) -> tuple[int, int]:
         if value.keys() != {"min", "max"}:
-            raise SpecError(f"{field}: a range has a min and a max, such as {{'min': 4, 'max': 8}}, got {value!r}")
+            raise SpecError(f"{field}: a range has a min and a max, such as {{'min': 4, 'max': 8}}, got {value!r:.80}")
         if self.elastic:
             raise SpecError(
                 f"{field}: the cluster is elastic and grows and shrinks by itself; give the most devices it may use "
@@ -292,7 +298,7 @@ class _Declared:
         if not isinstance(value, int) or isinstance(value, bool):
             raise SpecError(
                 f"{field}: must be a list of device ids (ints), a number of devices, or a range such as "
-                f"{{'min': 4, 'max': 8}}, got {value!r}"
+                f"{{'min': 4, 'max': 8}}, got {value!r:.80}"
             )
         if value < 1:
             raise SpecError(f"{field}: a cluster needs at least 1 device, got {value}")
@@ -306,7 +312,7 @@ class _Declared:
         if not isinstance(value, list | tuple) or not all(
             isinstance(d, int) and not isinstance(d, bool) for d in value
         ):
-            raise SpecError(f"{field}: must be a list of device ids (ints), got {value!r}")
+            raise SpecError(f"{field}: must be a list of device ids (ints), got {value!r:.80}")
         if not value:
             raise SpecError(f"{field}: is empty; name at least one device")
         for device, times in Counter(value).items():

@@ -273,6 +273,8 @@ class LeaseRecord:
     waited_s: float | None = None
 
 
+MOST_CLUSTERS = 64
+"""Of one job: each is placed while everybody else waits."""
 MOST_METRICS = 32
 """Of a program's last step, as people see them."""
 

@@ -58,10 +58,12 @@ def place(
     pool = _Pool(devices, others)
     placed = {wish.name: _exactly(wish) for wish in wishes if wish.devices}
     gangs = [wish for wish in wishes if not wish.elastic and not wish.devices]
+    own_on = Counter(chain.from_iterable(c.devices for c in placed.values() if not c.elastic))
     for wish in sorted(gangs, key=lambda w: -w.most):  # the wide ones first, so that the others fit inside
-        own = [placed[w.name].devices for w in wishes if w.name in placed and not w.elastic]
-        placed[wish.name] = _gang(wish, own, pool)
-    own_devices = frozenset(chain.from_iterable(c.devices for c in placed.values() if not c.elastic))
+        own = dict.fromkeys(placed[w.name].devices for w in wishes if w.name in placed and not w.elastic)
+        placed[wish.name] = _gang(wish, own, own_on, pool)
+        own_on.update(placed[wish.name].devices)
+    own_devices = frozenset(own_on)
     for wish in wishes:
         if wish.elastic and not wish.devices:
             placed[wish.name] = _rollout(wish, own_devices, pool)
@@ -196,12 +198,11 @@ def _exactly(wish: Wish) -> Cluster:
     return Cluster(wish.name, wish.tensor_parallel_size, wish.devices, elastic=wish.elastic)
 
 
-def _gang(wish: Wish, own: Sequence[Block], pool: _Pool) -> Cluster:
+def _gang(wish: Wish, own: Iterable[Block], own_on: Mapping[int, int], pool: _Pool) -> Cluster:
     size, bundle = wish.widths[0], wish.tensor_parallel_size
     blocks = pool.blocks(size, bundle)
     if not blocks:
         raise _too_few(wish, size, pool)
-    own_on = Counter(chain.from_iterable(own))
     candidates = [*pool.inside(own, size, bundle), *blocks]
     chosen = min(candidates, key=lambda block: (-sum(own_on[device] for device in block), *pool.crowding(block)))
     alternatives = _alternatives(wish, chosen, frozenset(own_on), pool) if wish.moves else ()
@@ -213,10 +214,10 @@ def _alternatives(wish: Wish, chosen: Block, own: frozenset[int], pool: _Pool) -
 
     Where the pool has one, one of them is off the pipeline's own gangs, for a phase inside one of theirs.
     """
-    by_width = []
+    by_width, known = [], set(chosen)
     for width in _spread(wish.widths):
         blocks = pool.blocks(width, wish.tensor_parallel_size)
-        elsewhere = [block for block in blocks if set(block) != set(chosen)]
+        elsewhere = [block for block in blocks if len(block) != len(chosen) or set(block) != known]
         by_width.append(sorted(elsewhere, key=lambda block: pool.move(chosen, block)))
     turns = [block for turn in zip_longest(*by_width) for block in turn if block is not None]
     offered = turns[:MAX_ALTERNATIVES]
