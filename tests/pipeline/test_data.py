@@ -105,6 +105,9 @@ class TestPrompt:
         given = task([{"prompt": messages, "answer": "2"}], tokenizer=chat).prompts(0, 0, 1)[0]
         assert chat.decode(list(text.prompt_ids)) == "user:1+1=>"
         assert given.prompt_ids == text.prompt_ids
+        for wrong in (5, ["1+1="], {"role": "user"}):
+            with pytest.raises(SpecError, match=r"row 1: column 'prompt': the model's chat template does not render"):
+                task([{"prompt": wrong, "answer": "2"}], tokenizer=chat)
         data, rewards = DataSpec(path="rows.jsonl"), [RewardSpec(name="exact_match")]
         chat.chat_template = "{% for m in messages %}{{ m['content'] }}+{% endfor %}>"
         said = DataTask(data, [[{"prompt": "1", "answer": "2"}]], rewards, chat, chat=ChatSpec(system="9"))

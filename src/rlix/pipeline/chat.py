@@ -55,7 +55,8 @@ class Template:
                 )
             )
         except (TemplateError, TypeError, AttributeError, ValueError) as error:
-            roles = ", ".join(str(message.get("role")) for message in messages if isinstance(message, Mapping))
+            told = messages if isinstance(messages, Sequence) else ()  # a row of a user's may hold anything
+            roles = ", ".join(str(message.get("role")) for message in told if isinstance(message, Mapping))
             raise SpecError(
                 f"{where}: the model's chat template does not render messages of {roles or 'no role'}: {error}; {_HOW}"
             ) from error

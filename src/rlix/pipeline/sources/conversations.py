@@ -67,6 +67,10 @@ class Conversations:
         given, asked = row.get(column), row.get(self._spec.prompt)
         if not given or not (asked or isinstance(given, list)):
             raise SpecError(f"{where}: column {column if not given else self._spec.prompt!r} is empty")
+        for name, one in ((column, given), (self._spec.prompt, asked or "")):
+            text = isinstance(one, str) and name != self._spec.messages
+            if not (text or (isinstance(one, list) and all(isinstance(m, Mapping) for m in one))):
+                raise SpecError(f"{where}: column {name!r} holds neither a text nor a list of messages: {one!r:.80}")
         if isinstance(given, str) and isinstance(asked, str) and self._template is None:
             eos = int(self._tokenizer.eos_token_id or 0)
             answer = (*self._encode(given, where), eos)
