@@ -319,6 +319,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"pipeline": "multi_lora", "runs": {"a": {"lora": {"path": "no"}}}}, "runs.a.lora.path", "no PEFT adapter"),
     ({"algorithm": {"clip_high": 0.3}}, "algorithm.clip_high", "write it under 'algorithm.options'"),
+    ({"clusters": {"actor_train": {"gpus": 10**12}}}, "rollout.prompts_per_step", "do not divide among 1000000000000"),
     ({"pipeline": "full_finetune"}, "pipeline", "must be multi_lora, file.py:name or package.module:name, not"),
 ]
 

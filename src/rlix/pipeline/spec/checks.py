@@ -346,7 +346,7 @@ def _batches(spec: Sections) -> Iterator[Problem]:
     if total % parts:
         samples = spec.rollout.samples_per_prompt
         step = parts // gcd(parts, samples)
-        fitting = next((d for d in range(ranks - 1, 0, -1) if total % (d * minibatches) == 0), None)
+        fitting = next((d for d in range(min(ranks - 1, total), 0, -1) if total % (d * minibatches) == 0), None)
         fewer = f", or {fitting} training devices" if fitting else ", or another number of minibatches"
         times = f"{minibatches} minibatches × " if minibatches > 1 else ""
         yield Problem(
