@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,19 +20,20 @@ class Learns(FlowWorker):
     def __init__(self) -> None:
         self.model = nn.Linear(2, 3)
         self.optimizer = torch.optim.Adam(self.model.parameters())
-        self.kept = {"mean": [torch.zeros(4)]}
+        self.kept = {"mean": torch.zeros(4)}
 
     def run(self, items: list[int]) -> list[float]:
         loss = self.model(torch.ones(2)).sum()
         loss.backward()
         self.optimizer.step()
-        self.kept["mean"][0] += 1
+        self.kept["mean"] += 1
         return [loss.item() for _ in items]
 
     def save(self) -> Any:
         return self.model.state_dict()
 
     def restore(self, state: Any) -> None:
+        assert self._own is not None and self._own.on_device  # or an optimizer's state is loaded into host memory
         self.model.load_state_dict(state)
 
 
@@ -59,7 +61,7 @@ def test_what_attributes_hold_comes_and_goes_and_is_not_touched_meanwhile() -> N
     worker, alone = Learns(), Learns()
     alone.model.load_state_dict(worker.model.state_dict())
     locks = placed(worker)
-    for touched in (lambda: worker.model(torch.ones(2)), lambda: worker.kept["mean"][0] + 1):
+    for touched in (lambda: worker.model(torch.ones(2)), lambda: worker.kept["mean"] + 1):
         with pytest.raises(NotResidentError, match=r"(weight' of part|kept mean of part) was touched"):
             touched()
     assert worker.memory() == (0.0, 0.0)
@@ -72,6 +74,27 @@ def test_what_attributes_hold_comes_and_goes_and_is_not_touched_meanwhile() -> N
         assert worker.memory() == (0.0, 0.0) and not locks.held
         with pytest.raises(NotResidentError, match="optimizer state 'exp_avg'"):
             worker.optimizer.state[worker.model.weight]["exp_avg"] + 1
+
+
+class Keeps(FlowWorker):
+    def __init__(self) -> None:
+        self.array = np.zeros(2)
+        self.seen = torch.from_numpy(self.array)
+        self.sparse = torch.eye(2).to_sparse()
+        self.tree: dict[str, Any] = {}
+        self.tree["up"] = self.tree
+        self.list = [torch.ones(2), self.tree]
+
+
+def test_what_is_not_torchs_alone_stays_as_it_is() -> None:
+    worker = Keeps()
+    placed(worker)
+    worker.array[:] = 1  # nobody asks the tensor: numpy has the bytes, too
+    assert worker.seen.tolist() == [1, 1]
+    with pytest.raises(NotResidentError, match="list of part"):
+        worker.list[0] + 1
+    worker._rlix_onload(None)
+    assert worker.memory()[0] == 8 and torch.equal(worker.sparse.to_dense(), torch.eye(2))
 
 
 def test_between_turns_a_state_is_saved_and_restored() -> None:
@@ -104,6 +127,7 @@ def test_a_real_device_does_not_pass_on_with_bytes_on_it(monkeypatch: pytest.Mon
         def offload(self) -> None: ...
 
     monkeypatch.setattr(own_state, "left_behind", lambda: left)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     worker = Forgets()
     locks = placed(worker, "cuda")
     worker._rlix_onload(None)
@@ -113,3 +137,12 @@ def test_a_real_device_does_not_pass_on_with_bytes_on_it(monkeypatch: pytest.Mon
     else:
         worker._rlix_offload(1)
     assert locks.held is bool(left)
+
+
+def test_a_part_that_never_used_its_real_device_has_nothing_there() -> None:
+    worker = Learns()
+    placed(worker, "cuda")
+    worker._rlix_onload(None)
+    assert worker.memory() == (0.0, 0.0)
+    worker._rlix_offload(1)
+    assert worker._own is None  # it would begin with CUDA, which takes memory

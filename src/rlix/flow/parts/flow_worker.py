@@ -30,8 +30,9 @@ class FlowWorker(Worker):
     """Override what the part has, and nothing else.
 
     `onload` and `offload` are called in turns, under the devices' locks. By themselves they move what the worker keeps
-    in its attributes on its devices (modules, optimizers, tensors, and lists and mappings of them), and refuse whoever
-    touches it meanwhile. What is offloaded must have left the device when `offload` returns: on GPUs it is looked at.
+    in its attributes on its devices (modules, optimizers, tensors, and lists and dicts of them), and refuse whoever
+    touches it meanwhile; a CUDA graph must be captured anew. What is offloaded must have left the device when
+    `offload` returns: on GPUs it is looked at.
     """
 
     phase: ClassVar[Phase] = Phase.ACTOR_TRAINING
@@ -53,7 +54,7 @@ class FlowWorker(Worker):
 
     def offload(self) -> None:
         """Bring it off: what the attributes hold."""
-        if self._own is None and self.ctx.devices and "torch" in sys.modules:  # or there is no tensor
+        if self._own is None and self._uses_torch():
             from rlix.flow.parts.own_state import OwnState, devices_of
 
             self._own = OwnState(self.ctx.group, self, devices_of(self.ctx.kind))
@@ -76,6 +77,8 @@ class FlowWorker(Worker):
         if not self.ctx.devices or self.ctx.kind != "cuda":
             held = 0.0 if self._own is None else float(self._own.device_bytes)
             return held, held
+        if not self._uses_torch():
+            return 0.0, 0.0
         import torch
 
         mine = range(torch.cuda.device_count())  # only this worker's are visible
@@ -106,8 +109,12 @@ class FlowWorker(Worker):
             return pickle.loads(cloudpickle.dumps(self.save())) if away else self.save()
 
     def _rlix_restore(self, state: Any) -> None:
-        with self._readable():
-            self.restore(state)
+        """On the devices, as when it was made: what an optimizer loads goes where its parameters are."""
+        if self._own is not None:
+            self._own.to_device()
+        self.restore(state)
+        if self._own is not None:
+            self._own.to_host()
 
     @contextlib.contextmanager
     def _readable(self) -> Iterator[bool]:
@@ -117,8 +124,13 @@ class FlowWorker(Worker):
         with self._own.readable():
             yield True
 
+    def _uses_torch(self) -> bool:
+        """Whether there may be tensors on its devices: nobody is made to import torch, or to begin with CUDA."""
+        torch = sys.modules.get("torch")
+        return bool(self.ctx.devices and torch and (self.ctx.kind != "cuda" or torch.cuda.is_initialized()))
+
     def _check_gone(self) -> None:
-        if self.ctx.kind != "cuda":  # a virtual device's memory is host memory: nothing leaves it
+        if self.ctx.kind != "cuda" or not self._uses_torch():  # a virtual device's memory is host memory
             return
         from rlix.flow.parts.own_state import SMALL, left_behind
 
