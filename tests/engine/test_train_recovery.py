@@ -136,6 +136,15 @@ def test_what_a_killed_rank_held_comes_from_a_copy(ray_session: Any) -> None:
         assert train(engine, range(4)) == losses
 
 
+def test_a_rank_in_a_killed_ones_place_draws_what_no_other_rank_draws(ray_session: Any) -> None:
+    with TrainEngine(policy()).build(data_parallel_size=2, seed=11) as engine:
+        for killed in (0, 1):
+            with pytest.raises(WorkerError, match=f"what rank {killed} held"):
+                engine.die(killed)
+            first, second = engine.draw_each()
+            assert first != second
+
+
 def test_the_same_calls_are_allowed_wherever_the_bytes_are(ray_session: Any, tmp_path: Path) -> None:
     """With a mover that frees the device's memory as on a GPU."""
     with TrainEngine(policy(), Swapping).build(shard=2, seed=11) as engine:

@@ -69,6 +69,10 @@ class Policy(rlix.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
     def draw(self) -> list[float]:
         return torch.rand(3).tolist()
 
+    @rlix.nn.returns("all")
+    def draw_each(self) -> tuple[float, ...]:
+        return tuple(self.draw())
+
     def fail(self) -> None:
         raise KeyError("no such thing")
 

@@ -359,8 +359,8 @@ class TrainWorker(Worker):
         what = f"the state of {self.ctx.group}"
         checkpoint.restore(self._module, what, json.loads(parts[0].shared), read, self._executor)
         set_random_state(json.loads(handed.get(rank, parts[-1]).random_state))
-        if rank not in handed:
-            torch.manual_seed(torch.initial_seed() + rank)
+        if rank not in handed:  # drawn: of seeds that are added up, some are another rank's
+            torch.manual_seed(int(torch.randint(2**62, ())) + rank)
         return self.status()
 
     def collectives(self) -> tuple[Begun, bool]:
