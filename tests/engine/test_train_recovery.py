@@ -1,5 +1,7 @@
 """Training engines whose calls fail, whose bytes are away, and which are built anew on other ranks."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,22 @@ def test_a_rank_in_a_killed_ones_place_draws_what_no_other_rank_draws(ray_sessio
                 engine.die(killed)
             first, second = engine.draw_each()
             assert first != second
+
+
+def test_an_engine_without_bytes_has_none_after_a_load_that_failed_on_one_rank(
+    engine: TrainEngine, unbroken: list[float], initial: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(initial, broken)
+    state = json.loads((broken / "state.json").read_text())
+    state["training_state"]["broken"] = True
+    (broken / "state.json").write_text(json.dumps(state))
+    engine.meta()
+    with pytest.raises(KeyError, match=r"started anew, with nothing on them, as before\nload_state\(\)"):
+        engine.load_state(broken)
+    assert engine.residency is Residency.META
+    engine.load_state(initial)
+    assert train(engine, range(2)) == unbroken[:2]
 
 
 def test_the_same_calls_are_allowed_wherever_the_bytes_are(ray_session: Any, tmp_path: Path) -> None:

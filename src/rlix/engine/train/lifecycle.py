@@ -14,7 +14,7 @@ from rlix.engine import placement
 from rlix.engine.base import Engine, plainly
 from rlix.engine.life_cycle import Residency, training
 from rlix.engine.train.arguments import for_ranks
-from rlix.engine.train.evacuation import Evacuated, evacuate, settled
+from rlix.engine.train.evacuation import evacuate, settled
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.layout import Layout
 from rlix.engine.train.materialize import ModuleSpec
@@ -34,6 +34,7 @@ HAND_OVER_TIMEOUT_S = 60.0
 SPARE_GROUPS = 3
 """Places that an engine has left and may come back to: its workers stay there, with nothing on their devices."""
 _REBUILD = "build() the engine and load a state"
+_REFILL = "load_state() or load() brings the engine back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +176,15 @@ class TrainWorkers(Engine):
     def _rebuild(
         self,
         before: WorkerGroup,
-        state: Evacuated,
+        parts: tuple[Any, ...],
         devices: tuple[Device, ...],
         layout: Layout,
         lease: Fence | int | None,
     ) -> None:
-        """Go on with new workers in place of those of `before`; nobody else can call them before they have `state`."""
+        """Go on with new workers in place of those of `before`; nobody else can call them before they have their state.
+
+        `parts`: what the ranks of `before` handed over; nothing where they had no bytes.
+        """
         self._check_goes_on(before)
         timeout_s = self._timeout_s
         group = self._start(devices, layout, replace(self._started_as.spec, undefined=True), lease)
@@ -190,8 +194,9 @@ class TrainWorkers(Engine):
                 given, calls = for_ranks(layout, args, kwargs), calls + 1
                 called = group.call("do", calls, "call", name, given.args, given.kwargs, epoch, True)
                 group.results(name, called, timeout_s=timeout_s)
-            calls += 1
-            group.results("take_over", group.call("do", calls, "take_over", state.parts), timeout_s=timeout_s)
+            if parts:
+                calls += 1
+                group.results("take_over", group.call("do", calls, "take_over", parts), timeout_s=timeout_s)
             self._check_goes_on(before)
         except BaseException as error:  # re-raised
             group.close(graceful=False)
@@ -220,7 +225,7 @@ class TrainWorkers(Engine):
         self._run("to_host", timeout_s=self._timeout_s)
         self._moved(Residency.HOST)
         try:
-            self._rebuild(old, Evacuated(tuple(parts), agree=True), devices, layout, lease)
+            self._rebuild(old, tuple(parts), devices, layout, lease)
         except BaseException:  # re-raised; these go on
             self._name_holders(old)
             raise
@@ -343,7 +348,7 @@ class TrainWorkers(Engine):
             )
         try:
             group.close(graceful=False)
-            self._rebuild(group, state, devices, layout, lease)
+            self._rebuild(group, () if residency is Residency.META else state.parts, devices, layout, lease)
             if residency is Residency.META or not state.agree:
                 self.meta()
             elif residency is Residency.HOST:
@@ -354,11 +359,13 @@ class TrainWorkers(Engine):
             if isinstance(error, RlixError):
                 return given_up
             raise
+        if residency is Residency.META:
+            return "its workers were started anew, with nothing on them, as before", _REFILL
         if not state.agree:
             return (
                 "weights had been changed by then, not by all ranks alike or not to the end, so weights and optimizer "
                 "state were dropped"
-            ), "load_state() or load() brings the engine back"
+            ), _REFILL
         said = "its workers were started anew with their weights and optimizer state; gradients are dropped"
         if state.lost:
             ranks = ", ".join(map(str, state.lost))
