@@ -79,6 +79,24 @@ def test_nobody_in_the_way_is_said_too() -> None:
     assert wait.reasons == ("nobody holds them: the scheduler has not come to it",)
 
 
+def test_that_its_hosts_are_drained_is_said_with_what_brings_them_back() -> None:
+    drained = {"draining": {"node": "node3"}, "cordoned": frozenset({"node"})}
+    back = "host node3 is cordoned: `rlix uncordon node3` brings it back"
+    left = replace(pool(pipeline("ft_1", demand=5), pipeline("ft_2", "actor_train")), devices=(), **drained)
+    assert [wait.reasons[-1] for wait in waits(left, CALLED)] == [back, back]
+    elsewhere = replace(left, draining={"other": "node3"}, devices=control().devices)
+    assert [back in wait.reasons for wait in waits(elsewhere, CALLED)] == [False, False]
+    held = replace(left, devices=control().devices[:1], leases=(lease(1, "ft_2", (0,)),))
+    assert waits(held, CALLED)[0].reasons == ("copy holds 0 for rollout", "copy waits for 0–1, too", back)
+    assert replace(left, cordoned=frozenset()).drained == "host node3 lends no devices: Ray drains it"
+
+
+def test_a_rollout_that_does_not_take_up_what_it_is_granted_is_said() -> None:
+    deaf = replace(pipeline("ft_1", demand=5), deaf=("actor_infer",))
+    said = "it did not take up what it was granted, and has not asked for news of its rollout since"
+    assert [wait.reasons for wait in waits(pool(deaf), CALLED)] == [(said,)]
+
+
 def test_only_long_waits_are_mentioned_with_the_time_at_which_they_began() -> None:
     stalls, waiting, fine = Stalls(after_s=30.0), pool(pipeline("ft_1", "actor_train")), pool(pipeline("ft_1"))
     assert stalls.sentences(fine, [SORT], 0.0) == ()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlix.control.hosts import find, statuses
+from rlix.control.status import status_of
 from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError
 from rlix.protocol.events import Event
 from rlix.protocol.messages import LeaseState, NodeState, RolloutAnswer
@@ -156,6 +157,7 @@ def test_who_has_no_host_at_all_waits_until_one_is_back() -> None:
     assert poll() == RolloutAnswer()
     world.run(100.0)
     assert (poll(), waiting.outcome, pool(world)) == (RolloutAnswer(), None, [])
+    assert status_of(world.core).waiting[0].behind == "every host is drained"
     world.core.found(TWO)
     world.run(0.0)
     assert waiting.outcome == world.held("ft_2")[0]

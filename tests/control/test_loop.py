@@ -557,6 +557,7 @@ def test_a_bundle_that_was_never_noted_is_free_for_a_gang_when_its_time_to_note_
     world.release(world.held("ft_2")[0])
     world.run(60.0)
     assert world.held("ft_1") == ()
+    assert [pipeline.deaf for pipeline in status_of(world.core).pipelines] == [("actor_infer",), ()]
 
 
 def test_who_waits_is_told_who_is_ahead_by_the_order_in_which_gangs_are_served() -> None:

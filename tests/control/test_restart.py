@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from rlix.control.rpc import get
+from rlix.pipeline.jobs.launch import check_in_service
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import NodeState, Process
 from rlix.protocol.types import (
@@ -117,7 +118,13 @@ def test_a_drained_host_stays_drained_when_the_resource_manager_is_started_again
             ask(ray_session.ready.remote())
             assert [device.id for device in ask(ray_session.devices.remote())] == [3]
         assert ask(ray_session.devices.remote()) == ()
-        assert [node.state for node in ask(ray_session.nodes.remote())] == [NodeState.CORDONED]
+        (host,) = ask(ray_session.nodes.remote())
+        assert host.state is NodeState.CORDONED
+        said = f"host {host.name} is cordoned: `rlix uncordon {host.name}` brings it back"
+        with pytest.raises(SpecError, match=f"\nthe pool lacks devices: {said}"):
+            make_job({"actor_train": [3]})
+        with pytest.raises(SpecError, match=f"the pool lends no devices: {said}"):
+            check_in_service(ask(ray_session.status.remote()))
     finally:
         back = ask(ray_session.cordon.remote(here, False))
     assert [node.state for node in back] == [NodeState.READY]

@@ -24,7 +24,7 @@ from rlix.control.settings import Settings
 from rlix.monitor.report import Report
 from rlix.node.devices import smallest_memory
 from rlix.pipeline.jobs.handle import JobHandle, find_jobs
-from rlix.pipeline.jobs.launch import launch, split_devices
+from rlix.pipeline.jobs.launch import check_in_service, launch, split_devices
 from rlix.pipeline.spec.job import JobSpec, check_jobs
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import DeviceKind
@@ -109,7 +109,8 @@ def _run_to_end(
             console.print(pool.said, highlight=False, markup=False, soft_wrap=True)
         try:
             status = StatusSource(pool)
-            devices = status().devices
+            check_in_service(now := status())
+            devices = now.devices
             if options.private and all(device.kind is DeviceKind.CPU for device in devices):
                 console.print(f"{len(devices)} virtual GPUs (another number: --gpus N)", highlight=False)
             ids = [device.id for device in devices]

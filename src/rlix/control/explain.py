@@ -65,4 +65,6 @@ def behind(state: Known, ticket: Ticket, line: Line, stuck: str = "") -> str:
         f"{r.pipeline_id}/{r.cluster} ({r.phase.name}) waits in front of it"
         for r in line.before(ticket.request_id, devices)
     ]
-    return "; ".join(held + ahead + ([stuck] if stuck else [])) or "nobody holds them: the scheduler did not come to it"
+    drained = ["every host is drained"] if state.out_of_service else []
+    reasons = held + ahead + drained + ([stuck] if stuck else [])
+    return "; ".join(reasons) or "nobody holds them: the scheduler did not come to it"

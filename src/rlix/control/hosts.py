@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -145,6 +146,14 @@ def find(nodes: Sequence[Node], named: str) -> Node:
         return found[0]
     there = ", ".join(f"{_name(node)} ({_address(node)}, node {node['NodeID'][:8]})" for node in found or alive)
     raise SpecError(f"{named}: {'several hosts are called that' if found else 'no such host'}; there are: {there}")
+
+
+def names(nodes: Sequence[Node]) -> dict[str, str]:
+    """What each host that is there can be called, by node id: its name, or the beginning of its id where several have
+    that name."""
+    alive = [node for node in nodes if node["Alive"]]
+    often = Counter(map(_name, alive))
+    return {node["NodeID"]: _name(node) if often[_name(node)] == 1 else node["NodeID"][:8] for node in alive}
 
 
 def _name(node: Node) -> str:

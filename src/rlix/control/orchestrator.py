@@ -2,15 +2,18 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 
+from rlix.control.hosts import names
 from rlix.control.rpc import Patient
 from rlix.control.status import unpacked
 from rlix.control.watchdog import here, watch_over, watch_over_coordinators
 from rlix.node.host import Host
 from rlix.node.memory import KEPT, set_oom_score
+from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import (
     ControlStatus,
     Device,
@@ -80,17 +83,22 @@ class Orchestrator:
         Raises:
             SpecError: the declaration is wrong; the message names the cluster, the field and the fix.
         """
-        registration: Registration = self._ask(
-            "register_pipeline",
-            pipeline_id,
-            ray_namespace,
-            cluster_tp_configs,
-            cluster_device_mappings,
-            cluster_device_alternatives,
-            elastic_clusters,
-            name,
-            program,
-        )
+        try:
+            registration: Registration = self._ask(
+                "register_pipeline",
+                pipeline_id,
+                ray_namespace,
+                cluster_tp_configs,
+                cluster_device_mappings,
+                cluster_device_alternatives,
+                elastic_clusters,
+                name,
+                program,
+            )
+        except SpecError as error:
+            if not (drained := self.status().drained):
+                raise
+            raise SpecError(f"{error}\nthe pool lacks devices: {drained}") from None
         return registration
 
     def admit_pipeline(self, pipeline_id: str) -> None:
@@ -120,7 +128,12 @@ class Orchestrator:
 
     def status(self) -> ControlStatus:
         """Everything a terminal view shows; cheap enough to poll."""
-        return unpacked(*self._ask("status"))
+        status = unpacked(*self._ask("status"))
+        return replace(status, draining={**status.draining, **self._names(status)}) if status.draining else status
+
+    def _names(self, status: ControlStatus) -> dict[str, str]:
+        """Of the hosts that are drained: only Ray knows them."""
+        return {node_id: name for node_id, name in names(ray.nodes()).items() if node_id in status.draining}
 
     def leases_since(self, number: int) -> tuple[LeaseRecord, ...]:
         """What happened to all leases after record `number` (a unix time in microseconds), as far as kept."""

@@ -303,7 +303,8 @@ class _Declared:
         if value < 1:
             raise SpecError(f"{field}: a cluster needs at least 1 device, got {value}")
         if of is None and value > len(self.nodes):
-            raise SpecError(f"{field}: asks for {value} devices, and this pool has {len(self.nodes)}; ask for fewer")
+            have = f"{len(self.nodes)}; ask for fewer" if self.nodes else "none"
+            raise SpecError(f"{field}: asks for {value} devices, and this pool has {have}")
         if of is not None and value > of:
             raise SpecError(f"{field}: must be at most {of}, got {value}")
         return value

@@ -43,6 +43,7 @@ def status_of(core: Core) -> ControlStatus:
             name=registration.name,
             ending=state.ending.get(pipeline_id, ""),
             progress=known.jobs[pipeline_id].progress if pipeline_id in known.jobs else None,
+            deaf=tuple(sorted(known.jobs[pipeline_id].deaf)) if pipeline_id in known.jobs else (),
         )
         for pipeline_id, registration in state.registrations.items()
     )
@@ -56,7 +57,8 @@ def status_of(core: Core) -> ControlStatus:
         holders={lease.epoch: known.holders(lease) for lease in held},
         trouble=trouble,
         endings=tuple(known.endings),
-        draining=state.draining,
+        draining={node_id: node_id[:8] for node_id in state.draining},  # by name: see the orchestrator
+        cordoned=frozenset(state.cordoned),
         plans=core.planning.turns,
         plan_s=core.planning.turns_s,
     )

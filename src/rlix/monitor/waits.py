@@ -45,7 +45,11 @@ def waits(control: ControlStatus, called: Mapping[str, str]) -> tuple[Wait, ...]
                 what = f"a rollout device out of {device_list(tuple(sorted(cluster.devices)))}"
             else:
                 continue
-            reasons = (*_holders(control, pipeline, cluster, names), *_others(control, pipeline, cluster, names))
+            reasons = (
+                *_holders(control, pipeline, cluster, names),
+                *_others(control, pipeline, cluster, names),
+                *_in_vain(control, pipeline, cluster),
+            )
             found.append(
                 Wait(
                     pipeline.pipeline_id,
@@ -133,6 +137,15 @@ def _others(
             rivals = other.pipeline_id != pipeline.pipeline_id and rival.name in other.waiting
             if rivals and any(wanted.intersection(choice) for choice in rival.choices):
                 yield f"{names.get(other.pipeline_id, other.pipeline_id)} waits for {_numbers(rival.devices)}, too"
+
+
+def _in_vain(control: ControlStatus, pipeline: PipelineStatus, cluster: Cluster) -> Iterable[str]:
+    """Why it is granted nothing, whoever gives a device back."""
+    places = cluster.bundles if cluster.elastic else cluster.choices
+    if control.drained and not any(map(control.lent.issuperset, places)):
+        yield control.drained
+    if cluster.name in pipeline.deaf:
+        yield "it did not take up what it was granted, and has not asked for news of its rollout since"
 
 
 def _holds(status: LeaseStatus) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Literal, TypeVar
 
 from rlix.protocol.types import Phase
@@ -304,6 +304,7 @@ class PipelineStatus:
     name: str = ""  # what its user calls it
     ending: str = ""  # why it ends, while its devices are taken back
     progress: Progress | None = None  # of a program that says it
+    deaf: tuple[str, ...] = ()  # elastic clusters that did not take a bundle up and have not asked for news since
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,8 +349,9 @@ class ControlStatus:
 
     `granted_at`: unix seconds, by epoch. `holders`: the processes behind each active lease, by epoch. `trouble`: what
     keeps the control plane from granting anything, and what to do about it; empty while all is well. `endings`: the
-    last ones, oldest first. `draining`: the ids of nodes whose devices leave the pool as they become free. `plans`:
-    how many were made since the scheduler's process started, in `plan_s` seconds.
+    last ones, oldest first. `draining`: the nodes whose devices leave the pool as they become free, what people call
+    them by id; `cordoned`: those of them that a person drained. `plans`: how many were made since the scheduler's
+    process started, in `plan_s` seconds.
     """
 
     devices: tuple[Device, ...]
@@ -360,6 +362,22 @@ class ControlStatus:
     holders: Mapping[int, tuple[Process, ...]] = field(default_factory=dict)
     trouble: str = ""
     endings: tuple[Ending, ...] = ()
-    draining: frozenset[str] = frozenset()
+    draining: Mapping[str, str] = field(default_factory=dict)
+    cordoned: frozenset[str] = frozenset()
     plans: int = 0
     plan_s: float = 0.0
+
+    @property
+    def lent(self) -> frozenset[int]:
+        """The devices that may be granted to somebody, once they are free."""
+        return frozenset(device.id for device in self.devices if device.node_id not in self.draining)
+
+    @property
+    def drained(self) -> str:
+        """ "host node3 is cordoned: `rlix uncordon node3` brings it back"; "" where no host is drained."""
+        return "; ".join(
+            f"host {name} is cordoned: `rlix uncordon {name}` brings it back"
+            if node_id in self.cordoned
+            else f"host {name} lends no devices: Ray drains it"
+            for node_id, name in sorted(self.draining.items(), key=itemgetter(1))
+        )

@@ -61,6 +61,7 @@ def launch(given: Sequence[JobSpec | PlannedJob], runs_dir: Path, *, resume: boo
     orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
     asked = orchestrator.status.remote()
     status: ControlStatus = get(asked, what="the orchestrator's status", timeout_s=_CALL_TIMEOUT_S)
+    check_in_service(status)
     ids = [device.id for device in status.devices]
     home = Settings.from_env().home
     jobs = [planned(job, ids, home, runs_dir.absolute() / job.spec.name if resume else None) for job in jobs]
@@ -87,6 +88,12 @@ def launch(given: Sequence[JobSpec | PlannedJob], runs_dir: Path, *, resume: boo
             handle.start()
         started.pop_all()
     return handles
+
+
+def check_in_service(pool: ControlStatus) -> None:
+    """Raises SpecError, which says how they come back, where all of a pool's hosts are drained."""
+    if pool.drained and not pool.lent:
+        raise SpecError(f"the pool lends no devices: {pool.drained}")
 
 
 def planned(job: PlannedJob, ids: Sequence[int], home: Path, goes_on_in: Path | None) -> PlannedJob:
