@@ -236,11 +236,11 @@ def test_workers_that_do_not_take_the_state_are_never_seen(monkeypatch: pytest.M
     old, new = Group(), Group(fail)
     engine = failed_engine(monkeypatch, old, new)
     with pytest.raises(WorkerError, match="rank 1 failed"):
-        engine._rebuild(old, Evacuated((), agree=True), (), Layout(data=2), None)
+        engine._rebuild(old, ("a", "b"), (), Layout(data=2), None)
     assert (engine._group, old.closed, new.closed) == (old, False, True)
     new.during = lambda _: engine.close()
     with pytest.raises(RlixError, match="was closed meanwhile"):
-        engine._rebuild(old, Evacuated((), agree=True), (), Layout(data=2), None)
+        engine._rebuild(old, ("a", "b"), (), Layout(data=2), None)
     assert engine._group is None
 
 
@@ -248,7 +248,7 @@ def test_workers_that_have_ended_are_not_asked_where_the_bytes_were(monkeypatch:
     """After a move that failed the handle asks its workers where they are, once it has to know."""
     old, new = Group(), Group()
     engine = failed_engine(monkeypatch, old, new)
-    monkeypatch.setattr(lifecycle, "evacuate", lambda *_, **__: Evacuated((), agree=True))
+    monkeypatch.setattr(lifecycle, "evacuate", lambda *_, **__: Evacuated(("a", "b"), agree=True))
     monkeypatch.setattr(engine, "_ask_workers", lambda: pytest.fail("they have ended"))
     engine._known = False
     lost, _ = engine._recover(old, "acquire", late=True)  # type: ignore[arg-type]
@@ -262,7 +262,7 @@ def test_a_recovery_that_is_left_gives_the_engine_up(monkeypatch: pytest.MonkeyP
 
     old, new = Group(), Group(leave)
     engine = failed_engine(monkeypatch, old, new)
-    monkeypatch.setattr(lifecycle, "evacuate", lambda *_, **__: Evacuated((), agree=True))
+    monkeypatch.setattr(lifecycle, "evacuate", lambda *_, **__: Evacuated(("a", "b"), agree=True))
     with pytest.raises(KeyboardInterrupt):
         engine._recover(old, "train_step")  # type: ignore[arg-type]
     assert (engine._group, new.closed) == (None, True)
@@ -278,7 +278,7 @@ def test_workers_that_were_built_meanwhile_are_not_those_that_a_recovery_ends(mo
     def closed_and_built(*_: Any, **__: Any) -> Evacuated:
         engine.close()
         built.start()
-        return Evacuated((), agree=True)
+        return Evacuated(("a", "b"), agree=True)
 
     monkeypatch.setattr(engine, "_start", lambda *_: pytest.fail("for an engine that was closed"))
     monkeypatch.setattr(lifecycle, "evacuate", closed_and_built)
@@ -298,7 +298,7 @@ def test_two_threads_that_find_workers_failed_replace_them_once(monkeypatch: pyt
         evacuations.append(group)
         begun.set()
         assert both.wait(300.0)
-        return Evacuated((), agree=True)
+        return Evacuated(("a", "b"), agree=True)
 
     monkeypatch.setattr(lifecycle, "evacuate", evacuated)
     said: list[tuple[str, str]] = []
