@@ -15,7 +15,7 @@ from rlix.control.scheduler_service import Scheduler
 from rlix.control.status import status_of, unpacked
 from rlix.protocol.errors import RlixError, SpecError, StaleEpochError
 from rlix.protocol.events import Event
-from rlix.protocol.messages import Demand, GangAnswer, Lease, Process
+from rlix.protocol.messages import Demand, GangAnswer, Lease, Process, Progress
 from rlix.protocol.types import Phase
 from rlix.sim.books import Forgetful
 from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
@@ -76,6 +76,8 @@ def rolling(process_: Any = None, held: Any = (), draining: Any = (), wait_s: An
         rolling(held=("x",)),
         rolling(draining=7),
         rolling(wait_s=float("nan")),
+        rolling(wait_s=1e9),
+        lambda service: service.report_progress("ft_1", Progress(1, 0, {"\x1b[31mred": 1.0})),
         lambda service: service.beat("ft_1", "me", ()),
         lambda service: service.beat("ft_1", process(7), "all"),
         lambda service: service.name_holders("ft_1", "", {0: "me"}),

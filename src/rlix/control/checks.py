@@ -8,17 +8,28 @@ everybody.
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple
+from typing import TypeGuard
 
 from rlix.control.core import Core
 from rlix.control.gang_queue import Asked
 from rlix.control.job import Job
 from rlix.control.registration import job_name
 from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, StaleEpochError
-from rlix.protocol.messages import MOST_METRICS, Demand, Lease, LeaseState, Process, Progress, Registration
+from rlix.protocol.messages import (
+    LARGEST_COUNT,
+    MOST_METRICS,
+    MOST_SECONDS,
+    MOST_WAIT_S,
+    Demand,
+    Lease,
+    LeaseState,
+    Process,
+    Progress,
+    Registration,
+)
 from rlix.protocol.types import Phase
 
-LEAST, MOST = 1e-9, 1e12  # of numbers that are not counted: seconds, trajectories at once
-LARGEST_COUNT = 1 << 53  # what every number of a JSON file can be
+LEAST, MOST = 1e-9, MOST_SECONDS  # of numbers that are not counted: seconds, trajectories at once
 MOST_MEMBERS = 100_000
 LONGEST_TEXT = 10_000
 LONGEST_KIND = 64
@@ -126,9 +137,9 @@ def part(where: str, lease: Lease, devices: object) -> None:
 
 
 def wait(where: str, value: object) -> None:
-    """Raises SpecError unless it is a number of seconds."""
-    if not _is_seconds(value):
-        raise SpecError(f"{where}: wait_s must be a number of seconds from 0 up, got {value!r:.80}")
+    """Raises SpecError unless one question may wait so many seconds for its answer."""
+    if not _is_seconds(value) or value > MOST_WAIT_S:
+        raise SpecError(f"{where}: wait_s must be seconds from 0 to {MOST_WAIT_S:g}, got {value!r:.80}")
 
 
 def text(where: str, field: str, value: object) -> None:
@@ -149,10 +160,10 @@ def asked(where: str, value: object) -> None:
         if not isinstance(devices, tuple) or not _are_counts(devices):
             raise SpecError(f"{where}: needs a tuple of device ids, got {devices!r:.80}")
     if not _is_seconds(value.move_s):
-        raise SpecError(f"{where}: move_s must be a number of seconds from 0 up, got {value.move_s!r:.80}")
+        raise SpecError(f"{where}: move_s must be seconds from 0 to {MOST:g}, got {value.move_s!r:.80}")
     for field, limit in (("timeout_s", value.timeout_s), ("longest_s", value.longest_s)):
         if limit is not None and not (_is_seconds(limit) and limit > 0):
-            raise SpecError(f"{where}: {field} must be positive or None, got {limit!r:.80}")
+            raise SpecError(f"{where}: {field} must be seconds above 0, at most {MOST:g}, or None, got {limit!r:.80}")
 
 
 def demand(where: str, value: object) -> None:
@@ -172,6 +183,8 @@ def progress(where: str, value: object) -> None:
     numbers = value.metrics if isinstance(value.metrics, Mapping) and len(value.metrics) <= MOST_METRICS else {"": None}
     for name, number in numbers.items():
         text(where, "the name of a metric", name)
+        if name and not name.isprintable():
+            raise SpecError(f"{where}: the name of a metric must be printable, got {name!a:.100}")
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise SpecError(f"{where}: at most {MOST_METRICS} metrics, finite numbers, got {name!a}: {number!a:.100}")
 
@@ -184,7 +197,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
-def _is_seconds(value: object) -> bool:
+def _is_seconds(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST
 
 

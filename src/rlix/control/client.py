@@ -1,24 +1,27 @@
 """What a job uses to ask for devices: a synchronous face of the scheduler service, for any process."""
 
 import contextlib
+import logging
 import math
 import os
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, SupportsFloat, TypeGuard
+from typing import Any, SupportsFloat
 
 import ray
 
 from rlix.control.gang_queue import Asked
 from rlix.control.heartbeat import Heartbeat
-from rlix.control.rollout_lease import RolloutLease
+from rlix.control.rollout_lease import RolloutLease, check_wait, is_time
 from rlix.control.rpc import Patient
 from rlix.node.process import this_process
 from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, StaleEpochError, WaitTimeoutError
 from rlix.protocol.messages import (
+    LARGEST_COUNT,
     MOST_METRICS,
+    MOST_SECONDS,
     Demand,
     Device,
     Fence,
@@ -33,6 +36,9 @@ from rlix.protocol.messages import (
 )
 from rlix.protocol.types import NAMESPACE, SCHEDULER_ACTOR_NAME, Phase
 
+logger = logging.getLogger(__name__)
+
+_LONGEST_METRIC = 200  # characters of its name
 _STOP_POLL_S = 0.5  # how soon somebody who waits in the queue notices that he should stop
 
 
@@ -60,6 +66,7 @@ class JobClient:
         self._pool: str | None = None
         self._name = pipeline_id
         self._left = False
+        self._warned: set[str] = set()
         self.heartbeat = Heartbeat(lambda held: self._ask("beat", self.process, held), pipeline_id)
 
     # -- gangs -------------------------------------------------------------------------------------------------------
@@ -136,8 +143,11 @@ class JobClient:
             raise SpecError(
                 f"{cluster}: the phase must be one of rlix.Phase, as Phase.ACTOR_TRAINING, got {phase!r:.80}"
             )
-        if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
-            raise SpecError(f"{cluster}: timeout_s must be seconds above 0, or None to wait on, got {timeout_s!r:.80}")
+        if timeout_s is not None and (not is_time(timeout_s, MOST_SECONDS) or timeout_s == 0):
+            raise SpecError(
+                f"{cluster}: timeout_s must be seconds above 0, at most {MOST_SECONDS:g}, or None to wait on, "
+                f"got {timeout_s!r:.80}"
+            )
         key = uuid.uuid4().hex
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         holding = tuple(self._held_here())
@@ -200,7 +210,12 @@ class JobClient:
     def poll_rollout(
         self, cluster: str, held: tuple[int, ...], draining: tuple[int, ...], wait_s: float
     ) -> RolloutAnswer:
-        """What is new about the cluster's bundles for who knows of these epochs; what `RolloutLease` is made of."""
+        """What is new about the cluster's bundles for who knows of these epochs; what `RolloutLease` is made of.
+
+        Raises:
+            SpecError: `wait_s` is longer than an hour, or no time.
+        """
+        check_wait(cluster, wait_s)
         answer: RolloutAnswer = self._ask("poll_rollout", cluster, self.process, held, draining, wait_s, wait_s=wait_s)
         return answer
 
@@ -212,11 +227,31 @@ class JobClient:
     def report_progress(self, step: int, steps: int = 0, metrics: Mapping[str, object] | None = None) -> None:
         """How far it is: `step` steps are done, of `steps` where that is known, and what was measured in the last one.
 
-        People see it. Of the metrics finite numbers are told, at most `MOST_METRICS` of them.
+        People see it. Of the metrics finite numbers with printable names are told, at most `MOST_METRICS` of them. What
+        cannot be shown is said once, in a warning, and left out: it is no reason to end.
         """
-        numbers = {str(name): float(x) for name, x in (metrics or {}).items() if is_finite(x)}
+        done, of = _count(step), _count(steps)
+        if done is None:
+            self._warn_once("step", "its metrics are not shown: step must be a whole number")
+            return
+        numbers = {
+            name: number
+            for key, x in (metrics or {}).items()
+            if (number := _number(x)) is not None
+            and 0 < len(name := str(key)) <= _LONGEST_METRIC
+            and name.isprintable()
+        }
+        left_out = [*(str(key) for key in metrics or {} if str(key) not in numbers), *(["steps"] if of is None else [])]
+        if left_out:
+            text = "is not shown: it needs a finite number, and a printable name of at most"
+            self._warn_once("metrics", f"{left_out[0]!a:.80} {text} {_LONGEST_METRIC} characters")
         told = dict(list(numbers.items())[:MOST_METRICS])
-        self._ask("report_progress", Progress(max(0, int(step)), max(0, int(steps)), told))
+        self._ask("report_progress", Progress(done, of or 0, told))
+
+    def _warn_once(self, of: str, text: str) -> None:
+        if of not in self._warned:
+            self._warned.add(of)
+            logger.warning("%s: %s", self.pipeline_id, text)
 
     # -- the pipeline ------------------------------------------------------------------------------------------------
 
@@ -287,9 +322,20 @@ class JobClient:
         return self._scheduler.ask(method, *args, timeout_s=self._timeout_s + wait_s)
 
 
-def is_finite(value: object) -> TypeGuard[SupportsFloat]:
-    """Whether it is a finite number, also one of NumPy's."""
-    return isinstance(value, SupportsFloat) and not isinstance(value, bool) and math.isfinite(float(value))
+def _number(value: object) -> float | None:
+    """As a finite number, also one of NumPy's; None: it is none."""
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # noqa: BLE001 - too large, many in one, or whatever a user's own type raises
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _count(value: object) -> int | None:
+    number = _number(value)
+    return None if number is None or number > LARGEST_COUNT else max(0, int(number))
 
 
 def check_part(lease: Lease, devices: Sequence[int]) -> None:

@@ -222,8 +222,8 @@ class Program:
         if any(other.cluster == name and not other.closed for other in self._rollouts):
             raise RlixError(f"{self.name}: a rollout of {name} is open already: use that one, or end its `with` block")
         rollout = RolloutLease(self.client, name, self._locks)
+        rollout.report(demand)  # what is refused is not open
         self._rollouts.add(rollout)
-        rollout.report(demand)
         return rollout
 
     def devices(self, cluster: str | None = None) -> tuple[Device, ...]:

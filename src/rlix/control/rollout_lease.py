@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from rlix.control.heartbeat import Heartbeat
-from rlix.protocol.errors import DeviceBusyError, PipelineGoneError, RlixError, StaleEpochError
-from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus, RolloutAnswer
+from rlix.protocol.errors import DeviceBusyError, PipelineGoneError, RlixError, SpecError, StaleEpochError
+from rlix.protocol.messages import MOST_SECONDS, MOST_WAIT_S, Demand, Lease, LeaseState, LeaseStatus, RolloutAnswer
 from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
@@ -139,18 +139,20 @@ class RolloutLease:
         """What has happened since the last call, waiting up to `wait_s` seconds for something to happen.
 
         Raises:
+            SpecError: that is no time.
             RlixError: its block has ended.
             DeviceBusyError: somebody outside the pool has used a bundle's device for a while; names them. The bundle
                 was given back, the others stay, and later calls go on with them.
         """
         self._check_open()
+        check_wait(self.cluster, wait_s, MOST_SECONDS)
         return self._poll(wait_s)
 
     def _poll(self, wait_s: float) -> list[Change]:
         until = self._clock() + wait_s
         while True:
             left = max(0.0, until - self._clock())
-            heard = self._hear(min(left, _LOCK_POLL_S) if self._unlocked else left)
+            heard = self._hear(min(left, _LOCK_POLL_S if self._unlocked else MOST_WAIT_S))
             # A lock may take longer than a bundle has to be noted, so it is noted first: by what the next poll knows.
             while self._locks is not None and any(isinstance(change, Granted) for change in heard):
                 heard = self._hear(0.0)
@@ -287,3 +289,14 @@ class RolloutLease:
             and status.state is not LeaseState.QUARANTINED
             for status in self._client.leases()
         )
+
+
+def is_time(value: object, most: float) -> bool:
+    """Whether it is a number of seconds from 0 to `most`."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def check_wait(cluster: str, wait_s: object, most: float = MOST_WAIT_S) -> None:
+    """Raises SpecError unless it is a time to wait."""
+    if not is_time(wait_s, most):
+        raise SpecError(f"{cluster}: wait_s must be seconds from 0 to {most:g}, got {wait_s!r:.80}")

@@ -275,6 +275,9 @@ class LeaseRecord:
 
 MOST_CLUSTERS = 64
 """Of one job: each is placed while everybody else waits."""
+MOST_SECONDS = 1e12  # of a time that is set
+MOST_WAIT_S = 3600.0  # of one question
+LARGEST_COUNT = 1 << 53  # what every number of a JSON file can be
 MOST_METRICS = 32
 """Of a program's last step, as people see them."""
 
