@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlix.protocol.events import DevicesReleased, GangRequested
-from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus
+from rlix.protocol.events import DevicesReleased, GangRequested, LeaseReleased
+from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus, ReleaseReason
 from rlix.protocol.types import Phase
 from rlix.scheduler.commit import decide
 from rlix.scheduler.image import image
@@ -18,7 +18,13 @@ HOME, HALF, ALONE = (0, 1, 2, 3), (0, 1), (7,)
 
 
 def granted(
-    work_gpu_s: float, jobs: int, *, gang_at_home: bool = False, load_s: float = 2.0, move_s: float = 0.0
+    work_gpu_s: float,
+    jobs: int,
+    *,
+    gang_at_home: bool = False,
+    left_s: float | None = None,
+    load_s: float = 2.0,
+    move_s: float = 0.0,
 ) -> tuple[int, ...] | None:
     """On 8 GPUs, all but the last of which rollouts of so many jobs hold; the gang's own job is one more."""
     request = GangRequest(
@@ -30,7 +36,8 @@ def granted(
     bundles = tuple((n,) for n in range(8))
     rollouts = tuple(RolloutState(f"p{n}", INFER, bundles, Demand(99, load_s=load_s)) for n in range(jobs))
     statuses = tuple(LeaseStatus(lease, LeaseState.ACTIVE) for lease in leases)
-    snapshot = Snapshot(devices(8), (request,), rollouts, statuses)
+    left = {} if left_s is None else {1: left_s}
+    snapshot = Snapshot(devices(8), (request,), rollouts, statuses, gang_left_s=left)
     decided = plan(snapshot, rlix)
     check(snapshot, decided)
     return decided.grants[0].devices if decided.grants else None
@@ -51,16 +58,50 @@ def test_the_cheapest_choice_is_granted(work_gpu_s: float, jobs: int, expected: 
 
 
 def test_a_gang_waits_at_home_or_runs_on_less_whichever_ends_it_sooner() -> None:
-    """At home somebody trains. Waiting is guessed at half a run: 1.5 * 10 * 1 + 8 * 3 (three bundles to stop)."""
-    assert granted(40.0, 7, gang_at_home=True) is None  # 15 + 24 = 39 against 40 alone; HALF is not to be had
-    assert granted(20.0, 7, gang_at_home=True) == ALONE
+    """Share 1. At home somebody trains: the wait, 40 / 4 and 8 * 3 (three bundles to stop), against 40 alone; HALF is
+    not to be had. Where the end is not known, nobody waits for it."""
+    assert granted(40.0, 7, gang_at_home=True, left_s=5.0) is None  # 39
+    assert granted(40.0, 7, gang_at_home=True, left_s=14.0) == ALONE  # 40 < 0.85 * 48
+    assert granted(20.0, 7, gang_at_home=True, left_s=2.5) == ALONE
+    assert granted(40.0, 7, gang_at_home=True) == ALONE
+    assert granted(0.0, 7, gang_at_home=True) == ALONE
 
 
 def test_what_a_state_takes_to_other_devices_counts_against_them() -> None:
     """Share 1: at home it waits and runs for 7.5 + 24 = 31.5; alone for 20 and the move, its own and its GPU's."""
-    assert granted(20.0, 7, gang_at_home=True, move_s=3.0) == ALONE  # 26 < 0.85 * 31.5 = 26.8
-    assert granted(20.0, 7, gang_at_home=True, move_s=4.0) is None
+    assert granted(20.0, 7, gang_at_home=True, left_s=2.5, move_s=3.0) == ALONE  # 26 < 0.85 * 31.5 = 26.8
+    assert granted(20.0, 7, gang_at_home=True, left_s=2.5, move_s=4.0) is None
     assert granted(20.0, 7, move_s=1e9) == HOME
+
+
+def test_short_phases_of_a_range_do_not_wait_for_a_long_one_of_another_job() -> None:
+    """Phases of 3 s beside those of 39 s on half the pool. At the first its end is not known; then 2 s of it are worth
+    waiting for: share 4, 4 * 12 / 4 against 0.85 * 4 * (12 / 8 + 2)."""
+    world = World(8, rlix)
+    world.register("long", [0], [0, 1, 2, 3])
+    world.register("b", [0], range(8), alternatives=[(0, 1, 2, 3), (4, 5, 6, 7)])
+
+    def b_is_granted() -> tuple[int, ...] | None:
+        world.request("b")
+        world.cycle()
+        held = [status.lease for status in world.leases(LeaseState.ACTIVE) if status.lease.pipeline_id == "b"]
+        return held[0].devices if held else None
+
+    for end in 39.0, 78.0:
+        world.request("long")
+        world.cycle()
+        while world.now < end:
+            assert b_is_granted() == (4, 5, 6, 7)
+            world.now += 3.0
+            world.apply(LeaseReleased(world.leases(LeaseState.ACTIVE)[-1].lease.epoch, ReleaseReason.RELEASED))
+        world.release_gangs()
+    world.request("long")
+    world.cycle()
+    world.now = 116.0
+    assert b_is_granted() is None
+    world.release_gangs()
+    world.cycle()
+    assert [len(status.lease.devices) for status in world.leases(LeaseState.ACTIVE)] == [8]
 
 
 def test_where_the_state_lies_is_what_its_client_says() -> None:

@@ -5,9 +5,11 @@ the pool: `share * (wait + move + work / width)`. Rollouts that are stopped cost
 times. So a gang is wide while the pool is wide, or while nobody is stopped for it; where jobs are as many as GPUs it
 runs on few. On any choice but the first, which is where the gang last was, its state has to move: for as long as its
 client says, in which its devices do nothing. Such a choice must be cheaper by `_WORTH_IT`, too.
-How long a phase takes is not known at its first time. It then runs where nobody is at work, as wide as it is.
+How long a phase takes is not known at its first time. It then runs where nobody is at work, as wide as it is if that
+is to be had. A gang whose end is not known is not waited for where another choice fits.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,6 +48,13 @@ class GangChoice:
         jobs.update(s.lease.pipeline_id for s in self.snapshot.leases if s.lease.phase is not Phase.ROLLOUT)
         return len(self.snapshot.devices) / max(1, len(jobs))
 
+    @cached_property
+    def _held_s(self) -> dict[int, float]:
+        """How long a gang still has each device."""
+        left = self.snapshot.gang_left_s
+        gangs = (s.lease for s in self.snapshot.leases if s.lease.phase is not Phase.ROLLOUT)
+        return {device: left.get(lease.epoch, math.inf) for lease in gangs for device in lease.devices}
+
     def chosen(self, request: GangRequest, choices: list[tuple[int, ...]]) -> tuple[int, ...] | None:
         """The devices to grant; None while the gang had better wait for the first of `choices`."""
         first, *others = choices
@@ -53,7 +62,8 @@ class GangChoice:
         if not others:
             return first if fits else None
         if not request.work_gpu_s:
-            return self._idle(choices) or (first if fits else None)
+            wide = [devices for devices in choices if len(devices) == len(first)]
+            return self._idle(wide) or (first if fits else self._idle(choices))
         price, best = self._price(request, first), first if fits else None
         if not fits:
             price += self._share * self._wait_s(request, first)
@@ -69,9 +79,8 @@ class GangChoice:
         return self.reserved.isdisjoint(devices) and all(d in self.free or d in self.running for d in devices)
 
     def _idle(self, choices: list[tuple[int, ...]]) -> tuple[int, ...] | None:
-        """The first of these, of those as wide as the first, where nobody works."""
-        wide = (devices for devices in choices if len(devices) == len(choices[0]))
-        return next((devices for devices in wide if self._fits(devices) and not any(self._stopped(devices))), None)
+        """The first of these where nobody works."""
+        return next((devices for devices in choices if self._fits(devices) and not any(self._stopped(devices))), None)
 
     def _stopped(self, devices: tuple[int, ...]) -> Iterable[Lease]:
         """The leases with demand on them."""
@@ -88,6 +97,8 @@ class GangChoice:
         return self._busy(request, devices, move_s) + _PER_LOAD * sum(loads)
 
     def _wait_s(self, request: GangRequest, devices: tuple[int, ...]) -> float:
-        """A guess: whoever works there is half done, and those that wait are as long as this gang."""
-        queue = 0.5 if self.reserved.isdisjoint(devices) else 1.5
-        return queue * request.work_gpu_s / len(devices)
+        """Until the gangs there have ended. A guess: others that wait for them are as long as this one, and what else
+        is in the way, such as rollouts that end, half as long."""
+        alone = request.work_gpu_s / len(devices)
+        held = max((self._held_s[device] for device in devices if device in self._held_s), default=0.5 * alone)
+        return held if self.reserved.isdisjoint(devices) else held + alone

@@ -191,7 +191,16 @@ class Known:
         rollouts = tuple(rollout.seen(*key, now) for key, rollout in self._rollouts.items() if key[0] in self._admitted)
         requests = tuple(r for r in self._requests.values() if r.pipeline_id in self._admitted)
         given = {r.pipeline_id: self._given[r.pipeline_id].at(now) for r in requests}
-        return Snapshot(self.lent, requests, rollouts, tuple(self._leases.values()), now, given)
+        return Snapshot(self.lent, requests, rollouts, tuple(self._leases.values()), now, given, self._gang_left_s(now))
+
+    def _gang_left_s(self, now: float) -> dict[int, float]:
+        """By epoch, of gangs whose phase was measured before. Who takes longer is expected to take as much again."""
+        left = {}
+        for epoch, since in self._gang_since.items():
+            lease = self._leases[epoch].lease
+            if work := self._gang_work.get((lease.pipeline_id, lease.cluster, lease.phase)):
+                left[epoch] = abs(since + self._moves.get(epoch, 0.0) + work / len(lease.devices) - now)
+        return left
 
     # -- for the one who changes it ------------------------------------------------------------------------------
 

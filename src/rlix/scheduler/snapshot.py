@@ -92,6 +92,7 @@ class Snapshot:
     """The pool at the moment `now`, in seconds. The order of the four collections carries no meaning.
 
     `given_gpu_s`: the account of each pipeline that waits for a gang, GPU-seconds under leases of any phase.
+    `gang_left_s`: how long a gang still keeps its devices, by epoch, where its phase is known from the last time.
     """
 
     devices: tuple[Device, ...]
@@ -100,3 +101,4 @@ class Snapshot:
     leases: tuple[LeaseStatus, ...] = ()
     now: float = 0.0
     given_gpu_s: Mapping[str, float] = field(default_factory=dict)
+    gang_left_s: Mapping[int, float] = field(default_factory=dict)

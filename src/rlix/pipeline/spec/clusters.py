@@ -23,7 +23,8 @@ _LARGER_POOL = "or run on a larger pool (without GPUs: --gpus N makes N virtual 
 
 
 class GpuRange(Section):
-    """As many devices as `max`, or fewer down to `min` where the cluster would otherwise wait."""
+    """As many devices as `max`, or fewer down to `min` where the cluster would otherwise wait: for longer than it gains
+    by the others, or nobody knows how long."""
 
     min: Count
     max: Count
