@@ -91,6 +91,7 @@ def test_runs_dir_that_is_a_file(tmp_path: Path) -> None:
 
 def test_no_devices_at_all() -> None:
     assert "--gpus" in mistake("run", GOOD_SPEC, "--gpus", "0")
+    assert "16384" in mistake("run", GOOD_SPEC, "--gpus", "100000000")
     assert "--memory" in mistake("check", GOOD_SPEC, "--memory", "inf")
     for option in ("--width", "--batch"):
         assert option in mistake("profile", GOOD_SPEC, option, "0")

@@ -28,8 +28,18 @@ def test_an_unknown_policy_is_named_with_those_there_are() -> None:
      ("RLIX_SHRINK_DEADLINE_S", "-1"), ("RLIX_SHRINK_DEADLINE_S", "nan"), ("RLIX_SHRINK_DEADLINE_S", "inf")],
 )  # fmt: skip
 def test_a_wrong_value_is_named(name: str, value: str) -> None:
-    with pytest.raises(SpecError, match=f"environment variable {name}='{value}' must be a positive"):
+    with pytest.raises(SpecError, match=f"environment variable {name}='{value}' must be a (positive|whole) number"):
         Settings.from_env({name: value})
+
+
+@pytest.mark.parametrize("value", ["16385", "9" * 100_000])
+def test_a_pool_of_virtual_gpus_has_a_bound(value: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"^environment variable RLIX_VIRTUAL_GPUS=.* from 1 to 16384$") as error:
+        Settings.from_env({"RLIX_VIRTUAL_GPUS": value})
+    assert len(str(error.value)) < 200
+    assert Settings.from_env({"RLIX_VIRTUAL_GPUS": "16384"}).virtual_gpus == 16384
+    with pytest.raises(SpecError, match=r"^rlix\.init: virtual_gpus must be from 1 to 16384, got 16385$"):
+        init(virtual_gpus=16385, settings=Settings(home=tmp_path, ray_address="local"))
 
 
 def test_where_gpus_are_hidden_from_ray_there_are_no_virtual_ones(

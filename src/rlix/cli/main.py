@@ -19,6 +19,7 @@ from rlix.cli.simulate import simulate
 from rlix.cli.view import make_console
 from rlix.node.run_folder import checkpoints_of
 from rlix.protocol.errors import SpecError
+from rlix.protocol.types import MOST_VIRTUAL_GPUS
 
 Live = Annotated[bool, typer.Option("--live/--no-live", help="Live view, or plain lines of log.")]
 
@@ -53,7 +54,7 @@ def run(
     specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Job files, or names of jobs RLix ships with.")],
     runs_dir: Annotated[Path, typer.Option(help="Where run folders and the report go.")] = Path("runs"),
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Use this many virtual GPUs (default: the machine's GPUs, or 8 virtual).")
+        int | None, typer.Option(min=1, max=MOST_VIRTUAL_GPUS, help="Virtual GPUs (default: the machine's, or 8).")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from each job's latest checkpoint; one that has none begins anew.")

@@ -29,6 +29,7 @@ from rlix.node.process import this_process
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.types import (
     HEAD_RESOURCE,
+    MOST_VIRTUAL_GPUS,
     NAMESPACE,
     ORCHESTRATOR_ACTOR_NAME,
     RESOURCE_MANAGER_ACTOR_NAME,
@@ -87,8 +88,8 @@ def init(
     settings = Settings.from_env() if settings is None else settings
     level = _level(log_level)
     logging.getLogger("rlix").setLevel(level)
-    if virtual_gpus is not None and virtual_gpus < 1:
-        raise SpecError(f"rlix.init: virtual_gpus must be at least 1, got {virtual_gpus}")
+    if virtual_gpus is not None and not 1 <= virtual_gpus <= MOST_VIRTUAL_GPUS:
+        raise SpecError(f"rlix.init: virtual_gpus must be from 1 to {MOST_VIRTUAL_GPUS}, got {virtual_gpus}")
     if not ray.is_initialized() and not _connect_ray(address or settings.ray_address, settings.home, virtual_gpus):
         if not create_if_missing:
             raise RlixError("rlix.init: no Ray cluster to attach to; start one or pass create_if_missing=True")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlix.protocol.errors import SpecError
+from rlix.protocol.types import MOST_VIRTUAL_GPUS
 from rlix.scheduler.policies import POLICIES
 
 DEFAULT_VIRTUAL_GPUS = 8
@@ -53,7 +54,7 @@ class Settings:
         RLIX_HOST_MEMORY_GB.
 
         Raises:
-            SpecError: a variable does not hold a positive number, or no policy's name.
+            SpecError: a variable does not hold a positive number, or too large a one of virtual GPUs, or no policy.
         """
         env = os.environ if env is None else env
         policy = env.get("RLIX_POLICY") or "rlix"
@@ -63,7 +64,7 @@ class Settings:
             home=Path(env.get("RLIX_HOME") or "~/.rlix").expanduser().absolute(),
             ray_address=env.get("RAY_ADDRESS") or "",
             idle_s=_positive(env, "RLIX_IDLE_S", 30.0),
-            virtual_gpus=int(_positive(env, "RLIX_VIRTUAL_GPUS", DEFAULT_VIRTUAL_GPUS, integer=True)),
+            virtual_gpus=_virtual_gpus(env, "RLIX_VIRTUAL_GPUS"),
             policy=policy,
             host_memory=_gigabytes(env, "RLIX_HOST_MEMORY_GB"),
             shrink_deadline_s=_positive(env, "RLIX_SHRINK_DEADLINE_S", 30.0),
@@ -74,15 +75,25 @@ def _gigabytes(env: Mapping[str, str], name: str) -> int | None:
     return int(_positive(env, name, 0.0, kind="a positive number of gigabytes") * 1e9) if env.get(name) else None
 
 
-def _positive(env: Mapping[str, str], name: str, default: float, *, integer: bool = False, kind: str = "") -> float:
+def _virtual_gpus(env: Mapping[str, str], name: str) -> int:
+    text = (env.get(name) or str(DEFAULT_VIRTUAL_GPUS)).strip()
+    if len(text) > 10 or not text.isdecimal() or not 0 < int(text) <= MOST_VIRTUAL_GPUS:
+        raise SpecError(
+            f"environment variable {name}={text!r:.80} must be a whole number from 1 to {MOST_VIRTUAL_GPUS}"
+        )
+    return int(text)
+
+
+def _positive(
+    env: Mapping[str, str], name: str, default: float, *, kind: str = "a positive number of seconds"
+) -> float:
     text = env.get(name, "")
     if not text:
         return default
-    kind = kind or ("a positive whole number" if integer else "a positive number of seconds")
     try:
-        value = int(text) if integer else float(text)
+        value = float(text)
     except ValueError:
-        raise SpecError(f"environment variable {name}={text!r} must be {kind}") from None
+        raise SpecError(f"environment variable {name}={text!r:.80} must be {kind}") from None
     if not 0 < value < float("inf"):
-        raise SpecError(f"environment variable {name}={text!r} must be {kind}")
+        raise SpecError(f"environment variable {name}={text!r:.80} must be {kind}")
     return value
