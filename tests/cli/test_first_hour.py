@@ -64,6 +64,15 @@ def test_the_tutorial(tmp_path: Path, commands: list[Command]) -> None:
     assert (tmp_path / "runs" / "report.html").is_file()
     assert re.search(r"37,82=", python(tmp_path, blocks[-1][1]))
     assert commands[-1].marked() == []
+    trl = subprocess.run(  # the script of TRL's page takes the tutorial's model
+        [sys.executable, ROOT / "examples" / "trl_grpo.py", "larger-model", "5"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_S,
+        check=False,
+    )
+    assert re.fullmatch(r"\[[01]\.\d+\]", trl.stdout.splitlines()[-1]), trl.stdout + trl.stderr
 
 
 def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
