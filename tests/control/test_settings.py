@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
-from rlix.control.init import init
+from rlix.control.init import init, new_pool_size
 from rlix.control.settings import Settings
 from rlix.protocol.errors import SpecError
 
@@ -49,3 +50,16 @@ def test_where_gpus_are_hidden_from_ray_there_are_no_virtual_ones(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(SpecError, match="CUDA_VISIBLE_DEVICES shows no GPU"):
         init(address="local", settings=Settings(home=tmp_path, ray_address="local"))
+
+
+@pytest.mark.parametrize("shown", ["0,77", "GPU-none"])
+def test_hidden_or_shown_gpus_are_those_of_the_machine(shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"0,77": 1, "GPU-none": 0}[shown]
+    monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: there)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    wrong = shown.rpartition(",")[2]
+    with pytest.raises(SpecError, match=f"CUDA_VISIBLE_DEVICES={shown} names {wrong}, .* has not .*unset it"):
+        new_pool_size(Settings(home=Path()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: 2)
+    assert new_pool_size(Settings(home=Path())) == 1

@@ -21,7 +21,7 @@ from rlix.control.announcement import (
     pool_text,
     read_announcement,
 )
-from rlix.control.init import check_size, detach, init, shutdown
+from rlix.control.init import check_size, detach, init, new_pool_size, shutdown
 from rlix.control.rpc import comes_back, get, in_words
 from rlix.control.settings import Settings
 from rlix.node.plain import plain
@@ -179,6 +179,8 @@ def _join(settings: Settings, found: Announcement | None) -> Pool | None:
 
 
 def _of_daemon(settings: Settings, wanted: int | None, enough: int) -> Pool:
+    if read_announcement(settings.home) is None:
+        new_pool_size(settings)  # says what is wrong with this machine's GPUs before anything is started
     found, started = find_or_start_daemon(settings.home, wanted or enough)
     check_size(found, wanted, "--gpus")
     pool = _join(settings, found)

@@ -173,9 +173,17 @@ def new_pool_size(settings: Settings, virtual_gpus: int | None = None) -> int:
 
 
 def _real_gpus() -> int:
+    """Raises SpecError where CUDA_VISIBLE_DEVICES names others than this machine's."""
+    found = int(NvidiaGPUAcceleratorManager.get_current_node_num_accelerators())
     visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
-    found = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators() if visible is None else len(visible)
-    return int(found)
+    if visible is None:
+        return found
+    if wrong := [name for name in visible if not found or (name.isdecimal() and int(name) >= found)]:
+        raise SpecError(
+            f"CUDA_VISIBLE_DEVICES={','.join(visible)} names {', '.join(wrong)}, which this machine has not (its GPUs: "
+            f"{found}): unset it"
+        )
+    return len(visible)
 
 
 def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | None) -> None:
