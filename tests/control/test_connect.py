@@ -18,7 +18,7 @@ import pytest
 from rlix.control import connect
 from rlix.control.announcement import Announcement
 from rlix.control.connect import connect_to_cluster, connect_to_daemon
-from rlix.protocol.errors import RlixError
+from rlix.protocol.errors import RlixError, SpecError
 
 CONNECT = """
 import json, ray, rlix
@@ -84,7 +84,7 @@ def test_who_listens_but_is_no_ray_is_given_up_on(listener: socket.socket, monke
 
 @pytest.mark.parametrize("address", ["nonsense", "host:port", ":", "host:"])
 def test_an_address_that_is_none(address: str) -> None:
-    with pytest.raises(RlixError, match="must be host:port, 'auto' or 'local'"):
+    with pytest.raises(SpecError, match="must be host:port, 'auto' or 'local'"):
         connect_to_cluster(address)
 
 

@@ -1,4 +1,5 @@
 import datetime
+import os
 import pickle
 import re
 import subprocess
@@ -179,6 +180,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": 1.5}, "seed", "valid integer"),
     ({"seed": 2**63}, "seed", "must be less than 9223372036854775808"),
     ({"name": "a/b"}, "name", "not 'a/b'"),
+    ({"lora": {"targets": [None]}}, "lora.targets.0", "is empty, and must be a valid string"),
     ({"name": "a" * 200}, "name", f"must have at most 64 characters, not '{'a' * 75} ..."),
     ({"rollout": {"max_new_tokens": 5, "stop": ["=", ""]}}, "rollout.stop.1", "must have at least 1 character"),
     ({"schedule": {"name": "on_policy", "options": {"ahead": 1}}}, "schedule.options.ahead", "known here: none"),
@@ -578,3 +580,9 @@ class TestPool:
             spec.check_devices([0])
         with pytest.raises(ValidationError, match=r"rollout\.max_new_tokens: is 2"):
             JobSpec(**(values | {"rollout": {"max_new_tokens": 2}}))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(SpecError, match=r"pipe\.yaml: is no regular file"):
+        load_job(tmp_path / "pipe.yaml")

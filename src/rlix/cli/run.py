@@ -23,6 +23,7 @@ from rlix.control.init import new_pool_size
 from rlix.control.settings import Settings
 from rlix.monitor.report import Report
 from rlix.node.devices import smallest_memory
+from rlix.node.run_folder import check_free
 from rlix.pipeline.jobs.handle import JobHandle, find_jobs
 from rlix.pipeline.jobs.launch import check_in_service, launch, split_devices
 from rlix.pipeline.spec.job import JobSpec, check_jobs
@@ -129,6 +130,8 @@ def _run_to_end(
             if interrupts.stop_wanted:
                 interrupts.kill()
             if not options.resume:
+                for spec in placed:
+                    check_free(options.runs_dir / spec.name)
                 say_moves(placed, options.runs_dir, console)
             handles = launch(placed if options.split else jobs, options.runs_dir, resume=options.resume)
             with screen_on(console, live=options.live and not options.as_json) as screen:

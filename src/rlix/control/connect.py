@@ -26,7 +26,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from ray.exceptions import RayError
 
 from rlix.control.announcement import Announcement, python_path
-from rlix.protocol.errors import RlixError
+from rlix.protocol.errors import RlixError, SpecError
 
 CONNECT_TIMEOUT_S = 5.0
 _SIGACTION_BYTES = 512  # more than struct sigaction has anywhere
@@ -244,7 +244,7 @@ def _local_address() -> str:
 def _split(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
     if not colon or not port.isdecimal():
-        raise RlixError(f"RAY_ADDRESS={address!r} must be host:port, 'auto' or 'local'")
+        raise SpecError(f"RAY_ADDRESS={address!r} must be host:port, 'auto' or 'local'")
     return host.strip("[]"), int(port)
 
 

@@ -65,6 +65,8 @@ def read_yaml(
 ) -> tuple[dict[str, Any], Origin]:
     """The mapping in the file and where its fields stand. Raises SpecError for anything that is not one mapping."""
     name = str(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
+        raise SpecError(f"{name}: is no regular file, so it is not read")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -240,7 +242,7 @@ def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel], moved:
         case "too_short":
             return f"must have at least {error['ctx']['min_length']}, not {_short(given)}"
         case _:
-            return f"{text}, not {_short(given)}"
+            return f"is empty, and {text}" if given is None else f"{text}, not {_short(given)}"
 
 
 def _kinds(models: Iterable[type[BaseModel]]) -> list[str]:

@@ -271,6 +271,8 @@ def _find(path_or_name: str | Path) -> Path:
         return shipped_path(str(path))
     if path.is_dir():
         raise SpecError(f"{path}: is a folder; name the job's YAML file in it")
+    if path.exists():
+        raise SpecError(f"{path}: is no regular file; write the job into one")
     beside = [path.with_name(p.name) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
     jobs = [str(p) for p in beside if nearest(str(path), [str(p)]) and _is_a_job(p)]
     hint = nearest(str(path), jobs) or nearest(path.name.removesuffix(".yaml"), shipped)
