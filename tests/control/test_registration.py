@@ -213,6 +213,7 @@ def test_sizes_are_placed_away_from_others_and_told_where_else_they_can_run() ->
 
 def test_a_range_may_run_narrower() -> None:
     cluster = build({"train": 2}, {"train": {"min": 2, "max": 4}}).cluster("train")
+    assert build({"train": 2}, {"train": "2-4"}).cluster("train") == cluster
     assert cluster.choices == ((0, 1, 2, 3), (4, 5, 6, 7), (0, 1), (2, 3), (4, 5), (6, 7))
 
 

@@ -25,7 +25,7 @@ from rlix.protocol.errors import DeadlockError, RlixError, SpecError
 from rlix.protocol.messages import MOST_CLUSTERS, Demand, Device, Lease, Process
 from rlix.protocol.types import ClusterName, Phase, pipeline_namespace
 
-Size = int | Sequence[int] | Mapping[str, int] | None
+Size = int | str | Sequence[int] | Mapping[str, int] | None
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ def attach(
 
     Args:
         name: what people see.
-        gpus: devices of the gang `actor_train`: a number, a range `{"min": 4, "max": 8}` or a list of ids. The job then
-            has an elastic cluster `actor_infer` over the whole pool as well.
+        gpus: devices of the gang `actor_train`: a number, a range `{"min": 4, "max": 8}` or `"4-8"`, or a list of
+            ids. The job then has an elastic cluster `actor_infer` over the whole pool as well.
         gangs, rollouts: instead of `gpus`, clusters under names of your own, each with its devices; of a rollout None
             is the whole pool.
         tensor_parallel: devices of one bundle, by cluster; 1 where it is not said.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import MOST_CLUSTERS, Cluster, Device, Registration
-from rlix.protocol.types import ClusterName, Phase
+from rlix.protocol.types import DEVICE_RANGE, ClusterName, Phase
 from rlix.scheduler.placement import Wish, place
 
 _MOST_DEVICES = 1_000_000
@@ -32,8 +32,8 @@ def build_registration(
 
     - `[0, 1, 2, 3]` (a list or tuple): these devices, in rank order;
     - `8`: that many devices, placed by the pool; for an elastic cluster the most it may use;
-    - `{"min": 4, "max": 8}`, gangs only: 8 devices, or all of a smaller pool, or fewer down to 4 where it would
-      otherwise wait;
+    - `{"min": 4, "max": 8}` or `"4-8"`, gangs only: 8 devices, or all of a smaller pool, or fewer down to 4 where it
+      would otherwise wait;
     - `None`, elastic clusters only: the whole pool, in whole bundles.
 
     A gang that asks for a size is told of other blocks it can move to (`Cluster.alternatives`); an empty list in
@@ -274,6 +274,8 @@ class _Declared:
             if not self.elastic:
                 raise SpecError(f"{field}: must be given: a number of devices such as 2, or a list of device ids")
             return 0, 0
+        if isinstance(value, str) and (written := DEVICE_RANGE.fullmatch(value)):
+            value = {"min": int(written[1]), "max": int(written[2])}
         if isinstance(value, Mapping):
             return self._both_ends(field, value)
         most = self._count(field, value)

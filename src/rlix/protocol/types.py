@@ -13,6 +13,8 @@ NODE_AGENT_NAME_PREFIX = "rlix:node:"
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 """Of what its user names and what has files under that name: jobs, flows. At most `LONGEST_NAME` characters."""
 LONGEST_NAME = 64
+DEVICE_RANGE = re.compile(r"(\d{1,9}) *- *(\d{1,9})")
+"""From how many devices to how many, as people write it: 4-8."""
 MOST_VIRTUAL_GPUS = 16_384
 REPORT_FILE, REPORTS_FOLDER = "report.html", "reports"
 """Beside run folders, which have the names of jobs."""

@@ -1,6 +1,5 @@
 """The sections of a job spec that say on how many devices it runs, or on which."""
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
@@ -16,9 +15,8 @@ from pydantic import (
 from rlix.control.registration import describe_ids
 from rlix.pipeline.spec.section import Count, Index, Section
 from rlix.protocol.spec_file import Problem
-from rlix.protocol.types import ClusterName
+from rlix.protocol.types import DEVICE_RANGE, ClusterName
 
-_RANGE = re.compile(r"(\d+) *- *(\d+)")
 _LARGER_POOL = "or run on a larger pool (without GPUs: --gpus N makes N virtual ones)"
 
 
@@ -34,7 +32,7 @@ def _gpus(value: Any) -> Any:
     """A number or a range in any of its spellings; a range of one number is that number."""
     if isinstance(value, GpuRange):
         value = {"min": value.min, "max": value.max}
-    elif isinstance(value, str) and (match := _RANGE.fullmatch(value)):
+    elif isinstance(value, str) and (match := DEVICE_RANGE.fullmatch(value)):
         value = {"min": int(match[1]), "max": int(match[2])}
     if isinstance(value, Mapping) and value.keys() == {"min", "max"} and all(map(_is_count, value.values())):
         least, most = value["min"], value["max"]
