@@ -1,5 +1,7 @@
 import json
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tests.engine.models import qwen
 from tests.engine.test_architectures import made
 from tests.engine.test_architectures import policy as architecture
 from tests.engine.training_models import Policy, batch
+from tests.waiting import HANG_S
 
 CPU = torch.device("cpu")
 
@@ -143,6 +146,30 @@ def test_meta_parameters_cost_nothing_and_stay_tied() -> None:
     assert all(p.is_meta for p in module.parameters())
     assert module.lm_head.weight is module.model.embed_tokens.weight
     assert not any(b.is_meta for b in module.buffers())
+
+
+def test_parameters_go_to_meta_in_one_thread_only_and_never_afterwards() -> None:
+    """Two threads that build at once put torch's method back in any order."""
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def first() -> bool:
+        with parameters_on_meta():
+            entered.set()
+            assert may_leave.wait(HANG_S)
+            return torch.nn.Linear(1, 1).weight.is_meta
+
+    def second() -> bool:
+        with parameters_on_meta():
+            return torch.nn.Linear(1, 1).weight.is_meta
+
+    with ThreadPoolExecutor(2) as threads:
+        one = threads.submit(first)
+        assert entered.wait(HANG_S)
+        assert not torch.nn.Linear(1, 1).weight.is_meta
+        other = threads.submit(second)
+        may_leave.set()
+        assert one.result(HANG_S) and other.result(HANG_S)
+    assert not torch.nn.Linear(1, 1).weight.is_meta
 
 
 class WithHead(rlix.nn.BaseTrainModule):

@@ -75,7 +75,7 @@ def test_a_few_coordinators_are_started_at_a_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launching, "ray", MagicMock(wait=wait))
     for name in ("check_jobs", "check_importable", "prefork", "check_hosts", "check_free", "take_back"):
         monkeypatch.setattr(launching, name, MagicMock(return_value=None))
-    monkeypatch.setattr(launching, "get", MagicMock(return_value=SimpleNamespace(devices=())))
+    monkeypatch.setattr(launching, "get", MagicMock(return_value=SimpleNamespace(devices=(), drained="", lent=1)))
     monkeypatch.setattr(launching, "_create", create)
     handles = launching.launch([small(name=f"job{number}") for number in range(12)], tmp_path)
     assert (len(handles), max(most)) == (12, launching.AT_ONCE - 1)

@@ -6,6 +6,7 @@ shrunk to this rank's part before the next one is read. So memory in use peaks a
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from rlix.nn import BaseTrainModule
 from rlix.protocol.errors import WeightSyncError
 
 S = TypeVar("S", bound=Stored)
+
+_PATCHING = threading.RLock()  # all threads share the method of torch that is replaced for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +101,20 @@ def parameters_on_meta() -> Iterator[None]:
     Under `torch.device("meta")` computed buffers (rotary frequencies) would be lost, and no checkpoint holds them.
     Each parameter goes to meta the moment it is registered, before its initialiser would write to it.
     """
-    register = nn.Module.register_parameter
+    thread = threading.get_ident()  # modules of other threads keep their bytes
+    with _PATCHING:
+        register = nn.Module.register_parameter
 
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
+        def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            if param is not None and not param.is_meta and threading.get_ident() == thread:
+                param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 class _Undefined:
