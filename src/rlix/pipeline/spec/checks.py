@@ -9,28 +9,17 @@ from pydantic import ValidationError
 
 from rlix.pipeline.spec.algorithm import ALGORITHMS
 from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
-from rlix.pipeline.spec.columns import data_fields
 from rlix.pipeline.spec.evaluation import EvaluationSetSpec
 from rlix.pipeline.spec.executor import EXECUTORS, TRAINERS, executor_problems
 from rlix.pipeline.spec.lora import MULTI_LORA, unknown_targets
 from rlix.pipeline.spec.named import Shipped, option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
 from rlix.pipeline.spec.sections import Sections
-from rlix.pipeline.spec.source import (
-    AGENTS,
-    ENVIRONMENTS,
-    EXTERNAL,
-    REWARDS,
-    TASKS,
-    VERIFIERS,
-    ChatSpec,
-    SourceSpec,
-    TableSpec,
-)
+from rlix.pipeline.spec.source import AGENTS, ENVIRONMENTS, REWARDS, TASKS
+from rlix.pipeline.spec.source_checks import not_held_out, source_problems
 from rlix.protocol.spec_file import Problem
 
 _SMALLEST_VLLM_HEAD = _MOST_DIGITS = 32
-_KINDS = ("task", "data", "environment", "openai", "conversations", "name")
 
 
 def _names(spec: Sections) -> Iterator[Problem]:
@@ -111,97 +100,6 @@ def _plan(spec: Sections) -> Iterator[Problem]:
         yield Problem("plan.prompt_tokens", "is missing: a plan from declared_speed needs to know how long prompts are")
     if plan.answer_tokens is None and (spec.source.environment or spec.source.openai):
         yield Problem("plan.answer_tokens", "is missing: how much a trajectory generates in all its turns is not known")
-
-
-def _source(spec: Sections) -> Iterator[Problem]:
-    source = spec.source
-    given = [kind for kind in _KINDS if getattr(source, kind) is not None]
-    if len(given) > 1:
-        yield Problem("source", f"has {' and '.join(given)}; keep one")
-    elif not given and spec.pipeline is None:
-        yield Problem("source", "is missing: where samples come from; add e.g. 'source: {task: sort_digits}'")
-    if source.options and source.name is None:
-        owner = next((kind for kind in given if kind != "data"), None)
-        yield Problem("source.options", f"are for a source of your own; write them under 'source.{owner or 'task'}'")
-    yield from _options(source)
-    yield from _conversations(spec)
-    if source.openai and spec.rollout.spare_prompts:
-        yield Problem("rollout.spare_prompts", "is not for agents, whose episodes end by themselves only; remove it")
-    if source.openai and spec.warmup and spec.warmup.conversations is None:
-        yield Problem("warmup", "learns from right answers, of which agents have none; remove it")
-    yield from _rewards(source, given)
-    yield from _tables(source)
-    without = [] if source.data is None else [at for at, table in data_fields(source.data) if table.answer is None]
-    if without:
-        if named := [r.name for r in source.rewards if r.name in REWARDS]:
-            yield Problem(
-                f"{without[0]}.answer",
-                f"the reward {named[0]} compares with an answer; name the column that holds it",
-            )
-        if spec.warmup:
-            yield Problem(
-                f"{without[0]}.answer", "a warm-up learns from answers; name the column that holds them, or drop warmup"
-            )
-
-
-def _conversations(spec: Sections) -> Iterator[Problem]:
-    """What learns from given samples, and what from the policy's own; a pair is a group."""
-    if spec.source.conversations is not None and spec.rollout.spare_prompts:
-        yield Problem("rollout.spare_prompts", "is for what the policy generates; remove it")
-    given, name = spec.source.conversations is not None, spec.algorithm.name
-    offline = {"sft": 1, "dpo": 2}
-    if (name in offline) != given and name in ALGORITHMS:
-        fix = "name a table under 'source: {conversations: ...}'" if name in offline else "use sft or dpo"
-        yield Problem("algorithm.name", f"{name} does not learn from samples of this source; {fix}")
-    elif given and name in offline and spec.rollout.samples_per_prompt != offline[name]:
-        each = "pairs" if name == "dpo" else "one conversation in a row"
-        yield Problem("rollout.samples_per_prompt", f"{name} learns from {each}; set it to {offline[name]}")
-    if name == "dpo" and spec.algorithm.epochs * spec.algorithm.minibatches > 1:
-        yield Problem(
-            "algorithm.minibatches" if spec.algorithm.minibatches > 1 else "algorithm.epochs",
-            "dpo takes one update per step, which the log-probs before it belong to; lower prompts_per_step instead",
-        )
-
-
-def _options(source: SourceSpec) -> Iterator[Problem]:
-    """Options that nobody would read, or that are missing."""
-    agent = source.openai
-    if agent and agent.name == EXTERNAL and agent.options:
-        yield Problem("source.openai.options", f"{EXTERNAL} takes none: whoever has the job's key plays; remove them")
-    if agent and agent.name == VERIFIERS and "environment" not in agent.options:
-        yield Problem("source.openai.options.environment", "is missing: what verifiers.load_environment finds; add it")
-    if (source.task or source.name) and source.chat != ChatSpec():
-        yield Problem("source.chat", "is not used: it is of data, environments and agents; remove it")
-    if source.chat.system is not None and (source.environment or agent):
-        yield Problem(
-            "source.chat.system",
-            "is not used: what the model reads first is said by the environment or the agent; have that say it",
-        )
-    if source.chat.history != "refuse" and source.data:
-        yield Problem("source.chat.history", "is not used: prompts from data have one turn; remove it")
-
-
-def _tables(source: SourceSpec) -> Iterator[Problem]:
-    if source.data is None:
-        return
-    if source.data.mix and source.data.path:
-        yield Problem("source.data", "has path and mix; keep one")
-    elif source.data.mix:
-        for name, field in TableSpec.model_fields.items():
-            if getattr(source.data, name) != field.default:
-                yield Problem(f"source.data.{name}", "is one table's; write it with those in mix that it holds for")
-    for where, table in data_fields(source.data):
-        if not table.path:
-            yield Problem(f"{where}.path", "is missing and has no default (a file, a folder, or a hub name); add it")
-
-
-def _rewards(source: SourceSpec, given: list[str]) -> Iterator[Problem]:
-    if source.data and not source.rewards:
-        yield Problem("source.rewards", "prompts from data need one; add e.g. 'rewards: [exact_match]'")
-    elif source.rewards and not source.data and given:
-        yield Problem(
-            "source.rewards", f"a source with {given[0]} brings its own reward; remove this, or use data for prompts"
-        )
 
 
 def _schedule(spec: Sections) -> Iterator[Problem]:
@@ -374,16 +272,6 @@ def _batches(spec: Sections) -> Iterator[Problem]:
         )
 
 
-def _not_held_out(trained: SourceSpec, evaluated: SourceSpec) -> Iterator[Problem]:
-    """Tables that are trained on. That two of them share rows is not looked for."""
-    if trained.data is None or evaluated.data is None:
-        return
-    seen = {(table.path, table.config, table.split) for table in trained.data.tables}
-    for where, table in data_fields(evaluated.data):
-        if (table.path, table.config, table.split) in seen:
-            yield Problem(f"{where}.path", "is what is trained on, so not held out; name another, or a split")
-
-
 def _evaluation(spec: Sections) -> Iterator[Problem]:
     for where, own in (spec.evaluation.by_field if spec.evaluation else {}).items():
         for problem in _evaluated(spec, own):
@@ -404,14 +292,14 @@ def _evaluated(spec: Sections, own: EvaluationSetSpec) -> Iterator[Problem]:
         yield Problem("source", "is missing: only you know what your own source holds out; name one")
     else:
         source = own.held_out(spec.source)
-        yield from _not_held_out(spec.source, source)
+        yield from not_held_out(spec.source, source)
         if source.openai and spec.source.openai and source.openai.port not in (0, spec.source.openai.port):
             yield Problem("source.openai.port", "is not used: a job has one endpoint, the source's own; leave it out")
         rollout = {"max_new_tokens": own.max_new_tokens or spec.rollout.max_new_tokens}
         held_out = spec.model_copy(
             update={"source": source, "rollout": spec.rollout.model_copy(update=rollout), "warmup": None}
         )
-        found = [*_names(held_out), *_source(held_out)] if own.source else []
+        found = [*_names(held_out), *source_problems(held_out)] if own.source else []
         found += _lengths(held_out) if own.source or own.max_new_tokens else []
         for problem in found:
             section = problem.field.partition(".")[0]
@@ -434,8 +322,8 @@ def _clusters(spec: Sections) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Sections], Iterator[Problem]], ...] = (
-    _names, _source, _schedule, _shipped_options, _model, _lengths, _overlong, _groups, _batches, _evaluation, _lora,
-    _unused_clusters, _attention, _plan, _clusters,
+    _names, source_problems, _schedule, _shipped_options, _model, _lengths, _overlong, _groups, _batches, _evaluation,
+    _lora, _unused_clusters, _attention, _plan, _clusters,
 )  # fmt: skip
 
 
