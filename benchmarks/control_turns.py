@@ -32,27 +32,16 @@ from rlix.control.journal import Journal
 from rlix.control.scheduler_service import Scheduler
 from rlix.control.settings import Settings
 from rlix.protocol.events import DevicesDiscovered
-from rlix.protocol.messages import Demand, Device, DeviceKind, Occupant, Process
+from rlix.protocol.messages import Demand, Device, DeviceKind, Process
 from rlix.protocol.types import Phase
+from rlix.sim.pool import FreeNodes
 
 POOL = "benchmark"
 GANG = 16
 
 
-class Nodes:
+class Nodes(FreeNodes):
     """Every device is free as soon as its lease is given back, and every process runs."""
-
-    def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
-        done(())
-
-    def kill(
-        self,
-        processes: Sequence[Process],
-        why: str,
-        done: Callable[[tuple[Process, ...]], None],
-        devices: Sequence[Device] = (),
-    ) -> None:
-        done(())
 
     def states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:
         done(dict.fromkeys(processes, "running"))

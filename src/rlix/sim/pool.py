@@ -19,7 +19,7 @@ from rlix.sim.workload import Workload
 _PATIENCE_S = 1e6
 
 
-class _Nodes:
+class FreeNodes:
     """Nothing is ever left on a device, and there is nothing to end."""
 
     def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
@@ -52,7 +52,7 @@ def new_core(
         Settings(home=Path("unused"), shrink_deadline_s=_PATIENCE_S),
         Forgetful() if journal is None else journal,
         clock=clock,
-        nodes=_Nodes(),
+        nodes=FreeNodes(),
         pool="sim",
         wall=clock.time,
         policy=policy,
