@@ -17,9 +17,8 @@ _START = "const charts = [];\n"
 
 @dataclass(frozen=True, slots=True)
 class PlanPage:
-    """`spans`: number of the lane and of the name, from when to when, and of which chunk
-    (None: there is one). A name "": states and items
-    are moved."""
+    """`spans`: number of the lane and of the name, from when to when, and of which chunk (None: there is one).
+    A name "": states and items are moved."""
 
     name: str
     subtitle: str
