@@ -124,5 +124,7 @@ class Writer:
             try:
                 self._journal.compact(image)
             except JournalError as error:
-                logger.warning("the journal was not compacted: %s", error)
+                logger.warning("the journal was not compacted: %s; it is tried again at twice its length", error)
+                self._compact_at = 2 * len(self._journal)
+                return
         self._compact_at = max(_COMPACT_AT, 4 * len(image))
