@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _STOP_TIMEOUT_S = 2.0
+OWN = ("step", "time", "step_s")
+"""What a row of metrics says of itself, whatever a program calls its numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ class RunRecord:
                 self._event("job", event="first_step", detail=None)
             row = {key: value for key, value in values.items() if isinstance(value, int | float)}
             row |= {ours: row[theirs] for ours, theirs in self._kind.metrics.items() if theirs in row}
-            self._folder.metrics({**row, "step": step, "time": now, "step_s": now - self._last_time})
+            own = dict(zip(OWN, (step, now, now - self._last_time), strict=True))
+            self._folder.metrics({**row, **own})
             self._step, self._last_time = step + 1, now
             self._error, self._stopped = None, False
             self._write_leases()

@@ -126,25 +126,34 @@ class Logs(Small):
 
     def run(self, items: Sequence[Any]) -> list[Any]:
         for item in items:
-            self.log(seen=item, planned_s=item, share=torch.tensor(0.5))
+            self.log(seen=item, planned_s=item, step=item, share=torch.tensor(0.5))
         if any(item < 0 for item in items):
             raise ValueError("below 0")
         return list(items)
 
 
+class LogsMore(Small):
+    def run(self, items: Sequence[Any]) -> list[Any]:
+        self.log(share=1.0)
+        return list(items)
+
+
 @pytest.mark.parametrize("each", [None, 1])
 def test_what_parts_log_is_in_the_steps_metrics(jobs: list[Pool], rlix_home: Path, each: int | None) -> None:
-    flow = Flow("sums", [Part("logs", Logs, each=each), Next])
+    flow = Flow("sums", [Part("logs", Logs, each=each), Next, LogsMore])
     with flow.start(gpus=2, like=range(4), plan="collocated") as running:
         running.step([1, 2, 3, 6])
-        assert running.metrics == {"seen": 3.0, "planned_s": 3.0, "share": 0.5}
+        named = {"logs.planned_s": 3.0, "logs.step": 3.0, "logs.share": 0.5, "logsmore.share": 1.0}
+        assert running.metrics == {"seen": 3.0, **named}
         with pytest.raises(ValueError, match="below 0"):
             running.step([100, 100, 100, -1])
         running.step([8, 8, 8, 0])
         assert running.metrics["seen"] == 6.0  # nothing of the step that failed
     rows = load_run(rlix_home / "runs" / "sums").metrics
     assert [row["seen"] for row in rows] == [3.0, 6.0]
-    assert [row["planned_s"] for row in rows] == [0.0, 0.0]  # the flow's own
+    for step, row in enumerate(rows):
+        assert (row["planned_s"], row["step"]) == (0.0, step)  # the flow's own
+        assert row.keys() >= {"logs.planned_s", "logs.step", "logs.share"}
 
 
 def test_only_numbers_are_logged() -> None:

@@ -39,7 +39,8 @@ def make_plan(
 ) -> Planned:
     """The fastest plan for steps of `items` items on `devices` equal devices of `device_bytes` each.
 
-    `mode`: the fastest of this mode, whatever others would take. Takes milliseconds for three parts.
+    `device_bytes`: left out, more than anything needs. `mode`: the fastest of this mode, whatever others would take.
+    Takes milliseconds for three parts.
 
     Of plans that are at most `slack` slower than the fastest, the one with the fewest stages: tables are no better.
 

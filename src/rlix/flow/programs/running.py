@@ -11,11 +11,11 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from rlix.control.program import Program
-from rlix.control.run_record import RunRecord
+from rlix.control.run_record import OWN, RunRecord
 from rlix.flow.parts.flow_worker import FlowWorker, fetch
 from rlix.flow.parts.items import Items
 from rlix.flow.parts.local import LocalGroup
-from rlix.flow.parts.logged import means
+from rlix.flow.parts.logged import named_apart
 from rlix.flow.parts.ranks import Ranks
 from rlix.flow.planner import Mode, PartPlan, Plan, SegmentPlan, StagePlan
 from rlix.flow.profiler.measure import start
@@ -138,10 +138,11 @@ class Running:
         made = self._segments(items)
         result = self._fetch(made[self.flow.parts[-1].name])
         self.step_s.append(time.monotonic() - began)
-        self.metrics = means(logged for group in self.groups.values() for logged in group.logged)
-        taken = self._busy.taken()
+        own = {**self._busy.taken(), "planned_s": self.plan.seconds}
+        logged = {name: group.logged for name, group in self.groups.items()}
+        self.metrics = named_apart(logged, {*own, *OWN})
         if self._record is not None:
-            self._record.step(len(self.step_s) - 1, {**self.metrics, **taken, "planned_s": self.plan.seconds})
+            self._record.step(len(self.step_s) - 1, {**self.metrics, **own})
         return result
 
     def set_chunk(self, items: int, segment: int = 0) -> None:
