@@ -1,7 +1,6 @@
 """Two real training jobs under faults: what they learn must equal, to the bit, what they learn alone."""
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -27,12 +26,12 @@ from rlix.protocol.types import (
     SCHEDULER_ACTOR_NAME,
     Phase,
 )
+from tests.pipeline.training_jobs import learnt
 
 STEPS, CHECKPOINT_EVERY = 16, 2
 BY_ITSELF = 3  # every how many faults one ends a job
 _FIRST_STEP_S, _FINISH_S = 120.0, 300.0
 BUDGET_S = 240.0  # after which no further round begins
-_TIMED = ("time", "_s", "slot_use")
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
@@ -47,12 +46,6 @@ def spec(example: str, first: int, *, moved: int = 0) -> JobSpec:
         "actor_infer": {"devices": tuple(moved + device for device in range(4))},
     }
     return JobSpec.model_validate(base)
-
-
-def learnt(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of each step, without what time has to do with."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.endswith(_TIMED)} for row in rows]
 
 
 def alone(folder: Path) -> dict[str, list[dict[str, Any]]]:
