@@ -25,7 +25,7 @@ from rlix.protocol.events import (
     PipelineUnregistered,
 )
 from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Process, Registration, ReleaseReason
-from rlix.protocol.types import Phase
+from rlix.protocol.types import LAUNCHER, Phase
 from rlix.scheduler.image import image
 from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
 
@@ -562,8 +562,37 @@ def test_who_registers_and_dies_at_once_is_forgotten_at_once(admitted: bool, tmp
         assert other in world.core.state.registrations
 
 
-async def register(service: Scheduler, pipeline_id: str, program: Process, admitted: bool) -> None:
-    await service.register_pipeline(pipeline_id, "ns", {"train": 1}, {"train": [0]}, name="mine", program=program)
+@pytest.mark.parametrize("admitted", [False, True])
+def test_who_launches_and_dies_before_anybody_takes_over_takes_the_pipeline_with_it(
+    admitted: bool, tmp_path: Path
+) -> None:
+    with Journal(tmp_path / "journal.db", now=lambda: 1e9) as journal:
+        world = World(journal=journal)
+        dies, taken_over, joined = jobs = [world.core.allocate("job") for _ in range(3)]
+        for pid, job in zip((7, 8, 9), jobs, strict=True):
+            asyncio.run(register(service_of(world), job, None, admitted or job != dies, process(pid)))
+        asyncio.run(service_of(world).name_holders(taken_over, LAUNCHER, {0: process(20)}))
+        asyncio.run(service_of(world).name_holders(joined, "", {0: process(21)}))
+        world.core.known.writer._compact()
+        world.restart(list(journal.replay()))
+        world.machine.states_ |= {process(pid): "dead" for pid in (7, 8, 9)}
+        world.core.start()
+        world.run(3.0)
+        assert dies not in world.core.state.allocated
+        assert world.core.known.log.why_ended(dies) == "process 7, which launched it, died before its program began"
+        assert {taken_over, joined} <= world.core.state.admitted
+        world.machine.states_[process(20)] = "dead"
+        world.run(3.0)
+        assert taken_over not in world.core.state.allocated
+        assert joined in world.core.state.admitted
+        assert world.machine.killed == []
+
+
+async def register(
+    service: Scheduler, pipeline_id: str, program: Process | None, admitted: bool, launcher: Process | None = None
+) -> None:
+    cluster = {"train": 1}, {"train": [0]}
+    await service.register_pipeline(pipeline_id, "ns", *cluster, name="mine", program=program, launcher=launcher)
     if admitted:
         await service.admit_pipeline(pipeline_id)
 

@@ -89,6 +89,7 @@ def rolling(process_: Any = None, held: Any = (), draining: Any = (), wait_s: An
         lambda service: service.unregister_pipeline("ft_1", "", "me"),
         lambda service: service.register_pipeline("ft_1", "ns", {}, {}, name=3),
         lambda service: service.register_pipeline("ft_1", "ns", {}, {}, program="me"),  # type: ignore[arg-type]
+        lambda service: service.register_pipeline("ft_1", "ns", {}, {}, launcher="me"),  # type: ignore[arg-type]
     ],
 )
 def test_nonsense_is_refused_and_leaves_nothing(call: Call) -> None:

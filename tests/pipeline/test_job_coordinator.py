@@ -42,7 +42,7 @@ def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, *, stops: bool) -> tupl
 
     async def run() -> JobStatus:
         coordinator = Coordinator("ft_1", JobConfig(small(), folder))
-        coordinator._unstarted.cancel()
+        coordinator._started.set()
         coordinator.stops = stops
         await coordinator._see_to_the_end(None)
         return await coordinator.ended()
@@ -79,7 +79,7 @@ def test_what_the_control_plane_ended_is_said_with_what_failed(tmp_path: Path, m
     async def said(*endings: Ending) -> str:
         monkeypatch.setattr(job_coordinator.ray, "get_actor", lambda *_: Orchestrator(*endings))
         coordinator = JobCoordinator("ft_1", JobConfig(small(), tmp_path))
-        coordinator._unstarted.cancel()
+        coordinator._started.set()
         return await coordinator._why_taken()
 
     monkeypatch.setattr(job_coordinator, "ray", MagicMock())
@@ -108,7 +108,7 @@ def test_whoever_notices_first_a_death_is_its_own_and_a_stop_is_a_stop(
 
     async def final() -> JobStatus:
         coordinator = JobCoordinator("ft_1", JobConfig(small(), tmp_path / "job"))
-        coordinator._unstarted.cancel()
+        coordinator._started.set()
         status = await coordinator._died(RayActorError())
         assert not await coordinator._why_again(status)
         await coordinator._be_over(status)
@@ -145,7 +145,7 @@ def test_a_process_that_is_killed_before_its_first_step_gives_the_run_folder_bac
 
     async def given_back(step: int) -> JobStatus:
         coordinator = Coordinator("ft_1", JobConfig(small(), path))
-        coordinator._unstarted.cancel()
+        coordinator._started.set()
         return await coordinator._given_back(JobStatus("job", "ft_1", "failed", step, 4, "failed", error="it died"))
 
     monkeypatch.setattr(job_coordinator, "ray", MagicMock())
@@ -169,7 +169,7 @@ def test_a_start_that_came_to_nothing_is_the_pools_fault_or_the_jobs(
 
     async def final() -> JobStatus:
         coordinator = Unstarted("ft_1", JobConfig(small(), tmp_path / "job"))
-        coordinator._unstarted.cancel()
+        coordinator._started.set()
         await coordinator._begin()
         return await coordinator.ended()
 

@@ -124,7 +124,7 @@ def test_split_refuses_a_bundle_larger_than_a_part() -> None:
 def test_a_coordinator_whose_launcher_died_before_it_said_start_ends(ray_session: Any, tmp_path: Path) -> None:
     config = JobConfig(small(), tmp_path)
     options = {"name": "rlix:coordinator:ft_unstarted", "lifetime": "detached", "num_cpus": 0}
-    coordinator = ray.remote(JobCoordinator).options(**options).remote("ft_unstarted", config, start_within_s=0.1)
+    coordinator = ray.remote(JobCoordinator).options(**options).remote("ft_unstarted", config, look_every_s=0.1)
     with pytest.raises(RayActorError):
         ray.get(coordinator.ended.remote(), timeout=300)
 

@@ -9,6 +9,7 @@ import pytest
 
 from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.engine.life_cycle import Residency
+from rlix.node.process import this_process
 from rlix.pipeline.base import Pipeline
 from rlix.pipeline.jobs.hosts import nodes_of
 from rlix.pipeline.jobs.register import register
@@ -118,7 +119,10 @@ def test_a_job_says_whether_its_gangs_may_go_elsewhere() -> None:
         orchestrator = MagicMock()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("rlix.pipeline.jobs.register.get", lambda *_, **__: "ft_1")
+            patch.setattr("rlix.pipeline.jobs.register.ray", MagicMock())
             register(spec, orchestrator)
+        launcher = orchestrator.register_pipeline.remote.call_args.kwargs["launcher"]
+        assert launcher == this_process(launcher.node_id)
         return orchestrator.register_pipeline.remote.call_args.kwargs["cluster_device_alternatives"]
 
     assert declared(job_with()) == {"actor_train": []}  # an empty list: it stays

@@ -67,10 +67,12 @@ class Orchestrator:
         elastic_clusters: Sequence[str] | None = None,
         name: str = "",
         program: Process | None = None,
+        launcher: Process | None = None,
     ) -> Registration:
         """Declares the devices of each cluster of the pipeline, and its tensor-parallel size. Cluster names are free.
 
-        `name` is what people call it. `program`: the process whose end is the pipeline's, where it is known already.
+        `name` is what people call it. `program`: the process whose end is the pipeline's, where it is known already;
+        `launcher`: who starts it otherwise, whose end is the pipeline's as long as it has no program.
 
         A mapping is a list of device ids, a number of devices, a range `{"min": 4, "max": 8}` (gangs only) or None for
         the whole pool (elastic clusters only); what is asked for by size is placed, and the answer says where.
@@ -94,6 +96,7 @@ class Orchestrator:
                 elastic_clusters,
                 name,
                 program,
+                launcher,
             )
         except SpecError as error:
             if not (drained := self.status().drained):

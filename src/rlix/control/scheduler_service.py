@@ -43,7 +43,7 @@ from rlix.protocol.messages import (
     RolloutAnswer,
     StartNeed,
 )
-from rlix.protocol.types import Phase
+from rlix.protocol.types import LAUNCHER, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -160,12 +160,14 @@ class Scheduler:
         elastic_clusters: object = None,
         name: str = "",
         program: Process | None = None,
+        launcher: Process | None = None,
     ) -> Registration:
         """See `Orchestrator.register_pipeline`. Registering the same again changes nothing."""
         core = await self._core()
         checks.text("register_pipeline", "name", name)
         checks.text("register_pipeline", "ray_namespace", ray_namespace)
         checks.process("register_pipeline", program, optional=True)
+        checks.process("register_pipeline", launcher, optional=True)
         if pipeline_id not in core.state.allocated:
             raise SpecError(
                 f"register_pipeline: unknown pipeline id {pipeline_id!r}; get one from allocate_pipeline_id first"
@@ -183,7 +185,8 @@ class Scheduler:
         )
         before = core.state.registrations.get(pipeline_id)
         if before is None:
-            named = () if program is None else (HoldersNamed(pipeline_id, "", ((0, program),)),)
+            who = (("", program), (LAUNCHER, launcher))
+            named = (HoldersNamed(pipeline_id, of, ((0, process),)) for of, process in who if process is not None)
             core.record(PipelineRegistered(registration), *named)
             return registration
         # Asked for by size it might be placed elsewhere now; what was answered the first time stays.
@@ -217,10 +220,10 @@ class Scheduler:
 
     async def name_holders(self, pipeline_id: str, cluster: str, processes: Mapping[int, Process]) -> None:
         """Names the processes that keep bytes under a cluster's leases, by rank; cluster "" is the pipeline's program,
-        whose end is the pipeline's."""
+        whose end is the pipeline's, and `LAUNCHER` who starts that, whose end is the pipeline's until it has one."""
         core = await self._core()
         checks.job(core, pipeline_id)
-        if cluster:
+        if cluster not in ("", LAUNCHER):
             check_cluster(core.state.registrations[pipeline_id], cluster)
         checks.holders(checks.name(core, pipeline_id), processes)
         core.name_holders(pipeline_id, cluster, tuple(processes.items()))

@@ -12,6 +12,7 @@ from rlix.control.loop import Loop
 from rlix.control.ports import Nodes
 from rlix.control.settings import Settings
 from rlix.protocol.messages import LeaseState, LeaseStatus, Process
+from rlix.protocol.types import LAUNCHER
 
 logger = logging.getLogger(__name__)
 
@@ -114,10 +115,12 @@ class Watch:
                 self._departures.end(pipeline_id, why)
 
     def _processes(self, now: float) -> dict[Process, None]:
-        """Programs, workers (those that hold nothing, too: their job may be waiting for them), and silent callers."""
+        """Programs or their launchers, workers (also those that hold nothing: their job may be waiting for them), and
+        silent callers."""
         known, asked = self._known, dict[Process, None]()
         for pipeline_id in known.state.registrations:
-            asked |= dict.fromkeys(known.state.holders(pipeline_id, "").values())
+            programs = known.state.holders(pipeline_id, "") or known.state.holders(pipeline_id, LAUNCHER)
+            asked |= dict.fromkeys(programs.values())
         for pipeline_id, job in known.jobs.items():
             asked |= dict.fromkeys(known.workers(pipeline_id))
             asked |= {p: None for p, caller in job.callers.items() if now - caller.heard_at > _ASK_AFTER_S}
@@ -190,9 +193,14 @@ class Watch:
         return "" if waits else f"nothing was heard of it for {idle_s:.0f} s"
 
     def _why_program_over(self, pipeline_id: str) -> str:
-        for process in self._known.state.holders(pipeline_id, "").values():
-            if what := fate(self._seen.get(process), self._known.settings):
+        state, settings = self._known.state, self._known.settings
+        programs = state.holders(pipeline_id, "")
+        for process in programs.values():
+            if what := fate(self._seen.get(process), settings):
                 return f"{_PROGRAM} {process.pid}, {what}"
+        for process in () if programs else state.holders(pipeline_id, LAUNCHER).values():
+            if fate(self._seen.get(process), settings) == _DIED:
+                return f"process {process.pid}, which launched it, {_DIED} before its program began"
         return ""
 
     def _drop(self, pipeline_id: str, process: Process, caller: Caller, what: str) -> None:

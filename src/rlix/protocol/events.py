@@ -41,7 +41,8 @@ class PipelineAdmitted:
 class HoldersNamed:
     """The processes that keep bytes under the leases of a cluster, by rank; of a rollout, a rank is a bundle.
 
-    Cluster "" is the pipeline's own program: the process whose death ends the pipeline.
+    Cluster "" is the pipeline's own program: the process whose death ends the pipeline. Cluster `LAUNCHER` is who
+    starts that: its death ends a pipeline that has no program yet.
     """
 
     pipeline_id: str

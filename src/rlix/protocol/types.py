@@ -10,6 +10,9 @@ RESOURCE_MANAGER_ACTOR_NAME = "rlix:resource_manager"
 COORDINATOR_ACTOR_NAME_PREFIX = "rlix:coordinator:"
 NODE_AGENT_NAME_PREFIX = "rlix:node:"
 
+LAUNCHER = "launcher:"
+"""Where a cluster's name is expected, which this cannot be: whoever starts a pipeline's program."""
+
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 """Of what its user names and what has files under that name: jobs, flows. At most `LONGEST_NAME` characters."""
 LONGEST_NAME = 64

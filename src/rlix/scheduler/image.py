@@ -15,6 +15,7 @@ from rlix.protocol.events import (
     PipelineEnding,
     PipelineRegistered,
 )
+from rlix.protocol.types import LAUNCHER
 from rlix.scheduler.snapshot import GangRequest
 from rlix.scheduler.state import State
 
@@ -36,7 +37,7 @@ def _events(state: State, now: float) -> Iterator[Event]:
         yield PipelineAllocated(pipeline_id, kind)
     for pipeline_id, registration in state.registrations.items():
         yield PipelineRegistered(registration)
-        for cluster in ("", *(cluster.name for cluster in registration.clusters)):
+        for cluster in ("", LAUNCHER, *(cluster.name for cluster in registration.clusters)):
             if holders := state.holders(pipeline_id, cluster):
                 yield HoldersNamed(pipeline_id, cluster, tuple(holders.items()))
         if pipeline_id in state.admitted or pipeline_id in state.ending:

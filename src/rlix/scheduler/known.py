@@ -129,7 +129,7 @@ class Known:
         return MappingProxyType(self._spared)
 
     def holders(self, pipeline_id: str, cluster: str) -> Mapping[int, Process]:
-        """The processes that were named for a cluster, by rank; cluster "" is the pipeline's own program."""
+        """The processes that were named for a cluster, by rank; see `HoldersNamed`."""
         return MappingProxyType(self._holders.get((pipeline_id, cluster), {}))
 
     @property

@@ -11,7 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 
-from rlix.control.rpc import call, in_words, outlast, root_cause
+from rlix.control.client import JobClient
+from rlix.control.rpc import call, get, in_words, outlast, root_cause
 from rlix.control.watch import died_by_itself
 from rlix.node import output
 from rlix.node.run_folder import take_back
@@ -22,7 +23,7 @@ from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.planning.made import PlannedJob
 from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, WaitTimeoutError
-from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
+from rlix.protocol.types import LAUNCHER, NAMESPACE, ORCHESTRATOR_ACTOR_NAME
 from rlix.workers.futures import read_error
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,6 @@ NODE_LOSS_S = 30.0
 """How long it may take after a failure until Ray knows that a node has left."""
 RESUMES = 3
 """So often a job is started again because a node has left."""
-START_WITHIN_S = 300.0
-"""A coordinator that was created and is not started within that time ends."""
 REMEMBERED_S = 60.0
 """For so long after its end a job can still be asked how it ended; its run folder says so for ever."""
 
@@ -48,17 +47,15 @@ class JobCoordinator(PipelineCoordinator):
     checkpoint on other devices.
     """
 
-    def __init__(self, pipeline_id: str, pipeline_config: JobConfig, *, start_within_s: float = START_WITHIN_S) -> None:
+    def __init__(self, pipeline_id: str, pipeline_config: JobConfig, *, look_every_s: float = 5.0) -> None:
         super().__init__(pipeline_id, replace(pipeline_config, switches=True))
         self._last = JobStatus.first(pipeline_config, pipeline_id)
         self._final: JobStatus | None = None
         self._ended = asyncio.Event()
         self._starting = asyncio.Lock()
         self._supervisor: asyncio.Task[None] | None = None
-        # Whoever launched it may die before it says `start`; its pipeline is forgotten by the control plane.
-        self._unstarted = threading.Timer(start_within_s, ray.kill, [ray.get_runtime_context().current_actor])
-        self._unstarted.daemon = True
-        self._unstarted.start()
+        self._started = threading.Event()
+        threading.Thread(target=self._end_unstarted, args=(look_every_s,), name="unstarted", daemon=True).start()
         self._stop_wanted = False
         self._stopped_by = ""  # whose command
         self._resumes = 0  # because a node had left
@@ -72,11 +69,19 @@ class JobCoordinator(PipelineCoordinator):
         """Start the run. Calling it again changes nothing."""
         async with self._starting:
             if self._supervisor is None:
-                self._unstarted.cancel()
+                await asyncio.to_thread(_stand_for, self._pipeline_id)
+                self._started.set()
                 output.early_file(self._config.run_dir).unlink(missing_ok=True)  # of a start that came to nothing
                 early_output(self._config.run_dir)
                 logging.getLogger("rlix").addHandler(logging.StreamHandler(output.terminal()))
                 self._supervisor = asyncio.create_task(self._begin())
+
+    def _end_unstarted(self, look_every_s: float) -> None:
+        """Whoever launched it may die before it says `start`: the control plane forgets its pipeline, and it ends."""
+        while not self._started.wait(look_every_s):
+            with contextlib.suppress(RlixError, RayError, ValueError):  # ValueError: there is no orchestrator
+                if not _is_registered(self._pipeline_id):
+                    ray.kill(ray.get_runtime_context().current_actor)
 
     async def _begin(self) -> None:
         """Starts the run when there is room for it, and sees to its end."""
@@ -310,6 +315,23 @@ class JobCoordinator(PipelineCoordinator):
 
     def _failed(self, error: str) -> JobStatus:
         return replace(self._last, state="failed", phase="failed", error=error)
+
+
+def _stand_for(pipeline_id: str) -> None:
+    """From now on, and until it has a program, the pipeline ends with this process and with no other."""
+    client = JobClient(pipeline_id)
+    with contextlib.suppress(PipelineGoneError):  # what comes of the start says so
+        client.name_holders(LAUNCHER, {0: client.process})
+
+
+def _is_registered(pipeline_id: str) -> bool:
+    orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
+    asked = orchestrator.registration.remote(pipeline_id)
+    try:
+        get(asked, what=f"whether {pipeline_id} is registered", timeout_s=_CALL_TIMEOUT_S)
+    except PipelineGoneError:
+        return False
+    return True
 
 
 def _with_output(final: JobStatus, early: Path) -> JobStatus:

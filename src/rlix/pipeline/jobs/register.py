@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import ray
+
 from rlix.control.rpc import get
+from rlix.node.process import this_process
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.types import ClusterName, pipeline_namespace
 
@@ -10,7 +13,8 @@ _CALL_TIMEOUT_S = 60.0
 
 
 def register(spec: JobSpec, orchestrator: Any) -> str:
-    """Registers and admits the job; returns its new pipeline id.
+    """Registers and admits the job; returns its new pipeline id. It is forgotten should this process die before another
+    one stands for it: its coordinator, or its program.
 
     Raises:
         SpecError: its clusters do not fit the pool.
@@ -28,6 +32,7 @@ def register(spec: JobSpec, orchestrator: Any) -> str:
         cluster_device_mappings={name: cluster.mapping for name, cluster in clusters.items()},
         cluster_device_alternatives={name: [] for name in stay},
         name=spec.name,
+        launcher=this_process(ray.get_runtime_context().get_node_id(), f"launches {spec.name}"),
     )
     _asked(registered, spec)
     _asked(orchestrator.admit_pipeline.remote(pipeline_id=pipeline_id), spec)
