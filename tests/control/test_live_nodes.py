@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from benchmarks.faults.virtual.clock import VirtualLoop
 from benchmarks.faults.virtual.machines import Machine
 from benchmarks.faults.virtual.plane import VirtualNodes
 from rlix.control.live_nodes import ANSWER_S, LiveNodes
-from rlix.protocol.messages import DeviceKind, Process
-from tests.control.world import DEVICES, World, service_of
+from rlix.node.device_lock import DIRECTORY_VARIABLE, DeviceLocks
+from rlix.protocol.messages import DeviceKind, Fence, Process
+from tests.control.world import DEVICES, POOL, World, service_of
 
 THERE = Process("other", 4711, 1)
 
@@ -82,6 +84,34 @@ def test_a_drained_node_keeps_what_is_leased_and_what_runs_on_it_lives(table: di
         assert await asyncio.wait_for(answer, 300.0) == {}
 
     asyncio.run(drain())
+
+
+def test_a_new_journal_goes_on_above_what_devices_remember_of_one_that_was_moved_away(
+    table: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    locks = DeviceLocks([DEVICES[0].key])
+    locks.acquire(Fence(POOL, 41), 1.0)
+    locks.release()
+    locks.acquire(Fence("another", 77), 1.0)
+    locks.release()
+    silent = replace(DEVICES[3], node_id="other")
+
+    async def found() -> World:
+        world = World()
+        world.core = world.new_core()
+        service = service_of(world)
+        service._nodes = LiveNodes("node", POOL)
+        await service.found((*DEVICES[:3], silent))
+        before = world.core.state.next_epoch, world.core.state.next_pipeline
+        await service.found((*DEVICES[:3], silent))
+        assert before == (world.core.state.next_epoch, world.core.state.next_pipeline) == (42, 1e9 + 1)
+        return world
+
+    world = asyncio.run(found())
+    lease = world.gang(world.add_job())
+    locks.acquire(Fence(POOL, lease.epoch), 1.0)
+    assert lease.epoch == 42
 
 
 def test_a_gangs_nodes_are_asked_beside_each_other_and_one_that_is_silent_holds_up_nobody_twice() -> None:

@@ -3,14 +3,17 @@
 import contextlib
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
 from rlix.control.rpc import get
+from rlix.control.settings import Settings
+from rlix.node.device_lock import DeviceLocks
 from rlix.pipeline.jobs.launch import check_in_service
-from rlix.protocol.errors import SpecError
+from rlix.protocol.errors import PipelineGoneError, SpecError
 from rlix.protocol.messages import NodeState, Process
 from rlix.protocol.types import (
     NAMESPACE,
@@ -19,7 +22,7 @@ from rlix.protocol.types import (
     SCHEDULER_ACTOR_NAME,
     Phase,
 )
-from tests.control.conftest import MakeJob
+from tests.control.conftest import FakeJob, MakeJob
 from tests.control.test_pipelines import ask, until_it_waits
 from tests.control.test_rollouts import start_rollout
 from tests.waiting import until
@@ -92,6 +95,30 @@ def test_a_stopped_scheduler_is_started_again(make_job: MakeJob) -> None:
     with job.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=300) as lease:
         assert lease.devices == (3,)
     assert process_of(SCHEDULER_ACTOR_NAME) != before
+
+
+def test_a_journal_that_was_moved_away_is_begun_anew_above_all_that_was_granted(
+    make_job: MakeJob, ray_session: Any, settings: Settings, tmp_path: Path
+) -> None:
+    def used(job: FakeJob) -> int:
+        with job.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=300) as lease:
+            locks = DeviceLocks([job.client.devices()[3].key])
+            locks.acquire(job.client.fence(lease), 300.0)
+            locks.release()
+        return lease.epoch
+
+    before = make_job({"actor_train": [3]})
+    epoch = max(used(before) for _ in range(3))
+    journal = settings.home / f"journal-{process_of(SCHEDULER_ACTOR_NAME).node_id}.db"
+    for part in journal.parent.glob(f"{journal.name}*"):
+        part.rename(tmp_path / part.name)
+    os.kill(process_of(SCHEDULER_ACTOR_NAME).pid, signal.SIGKILL)
+    until(lambda: len(ask(ray_session.devices.remote())) == 8, "nobody told the scheduler of its devices")
+    after = make_job({"actor_train": [3]})
+    assert used(after) > epoch
+    assert int(after.id.removeprefix("ft_")) > int(before.id.removeprefix("ft_"))
+    with pytest.raises(PipelineGoneError):
+        before.client.registration()
 
 
 def test_a_watchdog_that_has_just_started_ends_what_was_stopped_before(make_job: MakeJob, ray_session: Any) -> None:

@@ -125,6 +125,9 @@ class Machine:
                 found[device.id] = LockRecord(device.key, lock.fence, 0.0, seen)
         return found
 
+    def newest_epoch(self, devices: Iterable[Device], pool: str) -> int:
+        return max((self.newest.get((pool, device.key), 0) for device in devices), default=0)
+
     def states(self, processes: Iterable[Process]) -> dict[Process, Any]:
         return {p: proc.state if (proc := self._found(p)) is not None else "dead" for p in processes}
 

@@ -133,6 +133,8 @@ def _done(machine: Machine, method: str, *args: Any) -> Any:
             return occupants(cast(Node, machine), args[0])
         case "kill":
             return machine.kill(args[0], 5.0, args[1], args[2])
+        case "newest_epoch":
+            return machine.newest_epoch(args[0], args[1])
         case "states":
             return machine.states(args[0])
     raise ValueError(method)

@@ -1,5 +1,6 @@
 """The control plane without Ray: what callers ask for, over the loop that looks, decides and acts."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -19,6 +20,7 @@ from rlix.control.watch import Watch
 from rlix.control.writer import EventStore
 from rlix.protocol.errors import DeadlockError, PipelineGoneError
 from rlix.protocol.events import (
+    CountersKept,
     DemandReported,
     DevicesDiscovered,
     DrainStarted,
@@ -44,6 +46,8 @@ from rlix.protocol.types import Phase
 from rlix.scheduler.commit import decide
 from rlix.scheduler.cycles import find_cycle
 from rlix.scheduler.policies import POLICIES, Policy
+
+logger = logging.getLogger(__name__)
 
 _PLAIN = Asked()
 
@@ -313,6 +317,14 @@ class Core:
         if nodes != self.state.cordoned:
             self.known.writer.check()
             self.record(NodesCordoned(nodes))
+
+    def used(self, epoch: int) -> None:
+        """Devices that come into the pool have been used under this epoch of it. One that the journal does not know was
+        granted by a control plane whose journal is gone: numbers go on above all that it can have given, so that
+        nobody is taken for those it left behind, and no device refuses what is granted from now on."""
+        if epoch >= self.state.next_epoch:
+            logger.warning("devices remember lease %d of this pool, and its journal does not: it was moved away", epoch)
+            self.record(CountersKept(epoch, 0, -1, int(self.known.wall())))
 
     def found(self, devices: tuple[Device, ...], draining: Set[str] = frozenset()) -> None:
         """Takes the devices as they are now into account. Those of `draining` nodes leave the pool as they become free:

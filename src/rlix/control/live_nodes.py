@@ -46,6 +46,9 @@ class NodeAgent:
     async def occupied(self, devices: Sequence[Device]) -> tuple[Occupant, ...]:
         return occupants(self._node, devices)
 
+    async def newest_epoch(self, devices: Sequence[Device], pool: str) -> int:
+        return self._node.newest_epoch(devices, pool)
+
     async def kill(self, processes: Sequence[Process], why: str, devices: Sequence[Device] = ()) -> tuple[Process, ...]:
         return await asyncio.to_thread(self._node.kill, processes, KILL_TIMEOUT_S, why, devices)
 
@@ -80,6 +83,16 @@ class LiveNodes:
     async def count_dead(self) -> None:
         """Ray's node table says who is: not who lends no devices, nor who does not answer."""
         self._gone = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if not node["Alive"]}
+
+    async def newest_epoch(self, devices: Sequence[Device]) -> int:
+        """The newest epoch under which this pool has used any of the devices, as far as their nodes say."""
+
+        async def there(node_id: str, group: tuple[Device, ...]) -> int:
+            if node_id == self._here:
+                return self._node.newest_epoch(group, self._pool)
+            return await self._ask(node_id, "newest_epoch", group, self._pool) or 0
+
+        return max(await _at_once(there(*group) for group in _by_node(devices)), default=0)
 
     def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
         mine = [device for device in devices if device.node_id == self._here]

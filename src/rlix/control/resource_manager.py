@@ -51,7 +51,7 @@ class ResourceManager:
         self._here = ray.get_runtime_context().get_node_id()
         self._hosts: Hosts | None = None  # until the scheduler has said what it knows
         self._looking = threading.Lock()
-        self._told: Found | None = None
+        self._told: tuple[Found, Process] | None = None  # what, and which scheduler
         self._scheduler = Patient(lambda: ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE), "the scheduler")
         threading.Thread(target=self._look_forever, name="nodes", daemon=True).start()
         watch_over((SCHEDULER_ACTOR_NAME, ORCHESTRATOR_ACTOR_NAME))
@@ -63,9 +63,7 @@ class ResourceManager:
             RlixError: there are none.
         """
         with self._looking:
-            found = self._found(_FIRST_LOOK_S)
-            self._tell(found)
-        return len(found[0])
+            return self._tell(self._found(_FIRST_LOOK_S))
 
     def process(self) -> Process:
         """The process this is."""
@@ -74,7 +72,7 @@ class ResourceManager:
     def nodes(self) -> tuple[NodeStatus, ...]:
         """The state of each host."""
         held: Sequence[Device] = self._scheduler.ask("devices", timeout_s=_ANSWER_TIMEOUT_S)
-        draining = self._told[1] if self._told else frozenset()
+        draining = self._told[0][1] if self._told else frozenset()
         unfit = self._hosts.unfit if self._hosts else {}
         return statuses(ray.nodes(), unfit, draining, {device.node_id for device in held})
 
@@ -125,16 +123,22 @@ class ResourceManager:
             try:
                 with self._looking:
                     found = self._found()
-                    if found != self._told:
+                    if self._told != (found, self._scheduler_process()):
                         self._tell(found)
             except (RayError, RlixError) as error:
                 logger.warning("cannot look for nodes: %s", error)
 
-    def _tell(self, found: Found) -> None:
-        devices, draining = found
+    def _scheduler_process(self) -> Process:
+        process: Process = self._scheduler.ask("process", timeout_s=_ANSWER_TIMEOUT_S)
+        return process
+
+    def _tell(self, found: Found) -> int:
+        """Returns how many devices there are. One that was started again is told anew: its journal may be, too."""
+        (devices, draining), process = found, self._scheduler_process()
         self._scheduler.ask("found", devices, draining, timeout_s=_ANSWER_TIMEOUT_S)
-        self._told = found
+        self._told = found, process
         logger.info("found %d devices on %d nodes", len(devices), len({d.node_id for d in devices}))
+        return len(devices)
 
     def _found(self, patience_s: float = 0.0) -> Found:
         nodes = ray.nodes()

@@ -124,6 +124,8 @@ class Scheduler:
             raise RlixError(NO_GPUS)
         assert self._nodes is not None
         await self._nodes.count_dead()
+        before = {device.key for device in core.state.discovered}
+        core.used(await self._nodes.newest_epoch([device for device in devices if device.key not in before]))
         core.found(numbered(core.state.discovered, devices, core.state.next_device_id), frozenset(draining))
         return len(devices)
 

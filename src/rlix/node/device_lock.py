@@ -214,12 +214,8 @@ def lock_path(directory: Path, key: str) -> Path:
 
 def holder(key: str, directory: Path | None = None, node_id: str = "") -> LockRecord | None:
     """Who has bytes on a device now; None: nobody. Disturbs nobody who asks for the lock at the same time."""
-    path = lock_path(directory or lock_directory(), key)
-    with _in(path.parent):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return None
+    if (fd := _open_to_read(lock_path(directory or lock_directory(), key))) is None:
+        return None
     try:
         found = _holders(fd)
         for _ in range(_ATTEMPTS):
@@ -233,6 +229,16 @@ def holder(key: str, directory: Path | None = None, node_id: str = "") -> LockRe
         lock = os.fstat(fd)
         living = tuple(p for p in recorded if process.alive(p) and _may_have(p.pid, lock))
         return LockRecord(key, content.fence, content.since, living or _inheritors(lock, node_id))
+    finally:
+        os.close(fd)
+
+
+def newest_epoch(key: str, pool: str, directory: Path | None = None) -> int:
+    """The newest epoch under which a pool has used a device, as far as the device remembers; 0: under none."""
+    if (fd := _open_to_read(lock_path(directory or lock_directory(), key))) is None:
+        return 0
+    try:
+        return dict(_read(fd).newest).get(pool, 0)
     finally:
         os.close(fd)
 
@@ -272,6 +278,14 @@ def _await(file: _LockFile, fence: Fence, deadline: float, timeout_s: float) -> 
             )
         time.sleep(pause)
         pause = min(_LONGEST_PAUSE_S, pause * 2)
+
+
+def _open_to_read(path: Path) -> int | None:
+    with _in(path.parent):
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
 
 
 def _open(directory: Path, path: Path) -> int:

@@ -28,6 +28,10 @@ class Node:
         found = ((device.id, device_lock.holder(device.key, self._locks, self.node_id)) for device in devices)
         return {id: record for id, record in found if record is not None}
 
+    def newest_epoch(self, devices: Iterable[Device], pool: str) -> int:
+        """The newest epoch under which a pool has used any of these devices; 0: under none."""
+        return max((device_lock.newest_epoch(device.key, pool, self._locks) for device in devices), default=0)
+
     def states(self, processes: Iterable[Process]) -> dict[Process, process.State]:
         return {each: process.state(each) for each in processes}
 

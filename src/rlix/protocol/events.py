@@ -167,7 +167,8 @@ class LeaseKept:
 
 @dataclass(frozen=True, slots=True)
 class CountersKept:
-    """What a compacted journal must not forget: epochs, request ids, device ids and pipeline numbers only grow."""
+    """Epochs, request ids, device ids and pipeline numbers only grow: what a compacted journal must not forget, and a
+    new one must learn."""
 
     last_epoch: int
     last_request: int
