@@ -214,6 +214,19 @@ def test_host_memory_is_of_exact_size_kept_for_the_next_move_and_pinned_up_to_a_
     assert buffer.nbytes == 0
 
 
+def test_pinned_memory_is_let_go_before_it_is_freed_by_whoever_forgets_it(tmp_path: Path) -> None:
+    """CUDA would fail whatever is at its addresses next."""
+    unpinned: list[int] = []
+    budget = PinnedMemory(3000, tmp_path)
+    buffer = HostBuffer(lambda address, size: True, unpinned.append, budget)
+    (piece,) = buffer.lend([2000])
+    address = piece.data_ptr()
+    del piece, buffer
+    assert unpinned == [address]
+    assert budget.take(3000)
+    budget.give_back()
+
+
 def test_borrowed_memory_can_move(tmp_path: Path) -> None:
     """Memory-mapped weights cannot be freed where they lie."""
     mapped = torch.from_file(str(tmp_path / "weights"), shared=True, size=4)

@@ -1,15 +1,19 @@
 """How the bytes of storages leave a device and come back: in earnest, or on a virtual GPU in the books only."""
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rlix.node.pinned_memory import PinnedMemory
 from rlix.protocol.errors import RlixError
+
+Bytes = npt.NDArray[np.uint8]
 
 _ALIGNMENT = 512  # bytes; where each storage begins in host memory, as on a device
 
@@ -71,7 +75,7 @@ class HostBuffer:
     ) -> None:
         self._pin, self._unpin, self._budget = pin, unpin, budget
         self._memory = np.empty(0, dtype=np.uint8)
-        self._pinned = False
+        self._let_go: weakref.finalize[..., HostBuffer] | None = None  # where it is pinned
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +83,7 @@ class HostBuffer:
 
     @property
     def pinned_bytes(self) -> int:
-        return self._memory.nbytes if self._pinned else 0
+        return self._memory.nbytes if self._let_go is not None else 0
 
     def lend(self, sizes: list[int]) -> list[torch.Tensor]:
         """One piece of this many bytes each. Overwrites what was lent before."""
@@ -90,21 +94,29 @@ class HostBuffer:
         if end > self._memory.nbytes:
             self.free()
             self._memory = np.empty(end, dtype=np.uint8)
-            self._pinned = (
-                self._budget is not None and self._budget.take(end) and self._pin(self._memory.ctypes.data, end)
-            )
-            if self._budget is not None and not self._pinned:
-                self._budget.give_back()
+            if self._budget is not None:
+                self._pin_within(self._budget)
         # Each with a storage of its own: who stages a tensor for a checkpoint copies its whole storage.
         pieces = (self._memory[start : start + size] for start, size in zip(starts, sizes, strict=True))
         return [torch.from_numpy(piece) for piece in pieces]
 
     def free(self) -> None:
-        if self._pinned:
-            self._unpin(self._memory.ctypes.data)
-            if self._budget is not None:
-                self._budget.give_back()
-        self._memory, self._pinned = np.empty(0, dtype=np.uint8), False
+        if self._let_go is not None:
+            self._let_go()
+        self._memory, self._let_go = np.empty(0, dtype=np.uint8), None
+
+    def _pin_within(self, budget: PinnedMemory) -> None:
+        if not budget.take(self._memory.nbytes):
+            return
+        torch.from_numpy(
+            self._memory
+        ).zero_()  # its pages come from many threads at once, not from one while it is pinned
+        if not self._pin(self._memory.ctypes.data, self._memory.nbytes):
+            budget.give_back()
+            return
+        # Memory that goes back to the system while CUDA has it page-locked makes whatever has its addresses next fail.
+        self._let_go = weakref.finalize(self, _let_go, self._memory, self._unpin, budget)
+        self._let_go.atexit = False  # the process takes all with it
 
 
 class SwapMover:
@@ -172,6 +184,11 @@ class SwapMover:
         """Until nothing travels any more: what is freed then is nobody's target."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def _let_go(memory: Bytes, unpin: Callable[[int], None], budget: PinnedMemory) -> None:
+    unpin(memory.ctypes.data)
+    budget.give_back()
 
 
 def _cuda_pin(address: int, size: int) -> bool:
