@@ -5,12 +5,12 @@ Exit codes: 0 done, 1 a job failed, 2 the user's mistake (one message, no traceb
 
 import json
 import logging
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+import rlix
 from rlix.cli import lora, queue_admin
 from rlix.cli.answers import ExportAnswer, print_answer
 from rlix.cli.mistakes import one_message_per_mistake
@@ -33,7 +33,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"rlix {version('rlix')}")
+        typer.echo(f"rlix {rlix.__version__}")
         raise typer.Exit
 
 

@@ -67,7 +67,7 @@ def software() -> Software:
     """Of this process, whose code its forks run."""
     folder = Path(rlix.__file__).parent
     found = {
-        "RLix": f"{version('rlix')} ({_fingerprint(folder)})",
+        "RLix": f"{rlix.__version__} ({_fingerprint(folder)})",
         "the folder of RLix": str(folder),
         "Python": platform.python_version(),
         "the interpreter": sys.executable,

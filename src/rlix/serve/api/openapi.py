@@ -3,12 +3,12 @@
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+import rlix
 from rlix.serve.api.models import Problem
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -44,7 +44,7 @@ def describe(doors: Sequence[Door]) -> dict[str, Any]:
         paths.setdefault(door.path, {})[door.method.lower()] = _operation(door)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "RLix", "version": version("rlix")},
+        "info": {"title": "RLix", "version": rlix.__version__},
         "paths": paths,
         "components": {
             "schemas": definitions["$defs"],
