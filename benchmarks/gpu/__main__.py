@@ -1,4 +1,4 @@
-"""Run every section on one GPU and print a short table last; fits ten minutes.
+"""Run every section on the GPUs that are there, report each as it ends, and print a short table last.
 
     PYTHONPATH=src python -m benchmarks.gpu [SECTION ...] [--device cuda|cpu] [--json FILE]
 
@@ -21,11 +21,17 @@ import torch
 from benchmarks.gpu.common import Row
 
 SECTIONS = {
+    "dense": "a trainer and a replica on one GPU through Ray: moves, what they leave there, new weights",
+    "examples": "the programs of examples/engines",
+    "exactness": "answers in other batches and training steps taken again, to the bit",
+    "vllm_engine": "vLLM: sleep, new weights, tensor parallelism where there are two GPUs, FP8",
+    "jobs": "jobs on one GPU by turns, and what they learn",
+    "collective": "a rank killed in a collective",
+    "moe": "a mixture of experts, as the dense model",
     "residency": "moves of an engine's bytes between device and host",
     "weight_sync": "publishing weights and pulling them into a replica",
     "fsdp": "one rank of FSDP2 against the plain module",
     "generation": "the transformers executor against model.generate",
-    "engines": "both engines on one GPU through Ray, vLLM, and two jobs",
 }
 
 
@@ -45,6 +51,8 @@ def run(name: str, device: torch.device) -> tuple[list[Row], str]:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    for row in rows:
+        print(row.line())
     print(f"{time.perf_counter() - start:.0f} s", flush=True)
     return rows, "ok"
 

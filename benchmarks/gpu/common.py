@@ -27,8 +27,8 @@ class Row:
         return {**asdict(self), "ratio": self.ratio}
 
     def line(self) -> str:
-        against = f"{self.reference} {self.reference_value:,.1f}"
-        return f"{self.what:<38} {self.value:>8,.1f} {self.unit:<5} {against:>28} {self.ratio:>7.2f}  {self.goal}"
+        against = f"{self.reference} {self.reference_value:,.4g}"
+        return f"{self.what:<38} {self.value:>9,.4g} {self.unit:<5} {against:>28} {self.ratio:>7.2f}  {self.goal}"
 
 
 def seconds(action: Callable[[], object], device: torch.device, repeat: int = 5, warm_up: int = 1) -> float:

@@ -1,4 +1,5 @@
-"""The closed loop of reinforcement learning: roll out, update, sync; the reward rises. Both engines share two devices.
+"""The closed loop of reinforcement learning: roll out, update, sync; the reward rises. Both engines share two devices,
+or the one that there is.
 
 python examples/engines/closed_loop.py
 """
@@ -36,11 +37,12 @@ def reward(prompt: int, answer: tuple[int, ...]) -> float:
 
 
 rlix.init(virtual_gpus=2)  # ignored where real GPUs exist
+devices = min(2, len(rlix.pool_devices()))
 with torch.device("meta"):
     trainer = rlix.TrainEngine(Policy(CONFIG), executor="fsdp2")
-trainer.build(tensor_parallel_size=2, seed=0)
+trainer.build(tensor_parallel_size=devices, seed=0)
 rollout = rlix.InferenceEngine(CONFIG, executor="transformers")
-rollout.build(data_parallel_size=2, colocate_with=trainer, seed=0)
+rollout.build(data_parallel_size=devices, colocate_with=trainer, seed=0)
 rollout.cuda(weights=trainer.publish())
 
 prompts = [prompt for prompt in range(PROMPTS) for _ in range(SAMPLES)]

@@ -16,7 +16,7 @@ from rlix.pipeline.spec.model import TinyModel
 rlix.init(virtual_gpus=2)  # ignored where real GPUs exist
 model = sys.argv[1] if len(sys.argv) > 1 else write_tiny_model(TinyModel(), Path(tempfile.mkdtemp()), seed=0)
 engine = rlix.InferenceEngine(model, executor="transformers")  # or "vllm"
-engine.build(data_parallel_size=2, max_model_len=64)
+engine.build(data_parallel_size=min(2, len(rlix.pool_devices())), max_model_len=64)
 
 # A batch: one dictionary of parameters for all, or one each. Answers come in the order of the prompts.
 params = {"max_new_tokens": 6, "temperature": 0.8, "top_p": 0.95, "seed": 1, "ignore_eos": True}

@@ -39,20 +39,23 @@ def batches() -> list[list[list[int]]]:
 
 
 torch.manual_seed(0)
-plain = Policy(CONFIG)  # without an engine it is a plain module
+place = "cuda" if torch.cuda.is_available() else "cpu"
+plain = Policy(CONFIG).to(place)  # without an engine it is a plain module
 plain.on_weights_materialized()
 expected = [plain.train_step(ids) for ids in batches()]
 
 rlix.init(virtual_gpus=2)  # ignored where real GPUs exist
 with torch.device("meta"):
     trainer = rlix.TrainEngine(Policy(CONFIG), executor="fsdp2")
-trainer.build(tensor_parallel_size=2, seed=0)  # each device holds half of every parameter
+trainer.build(
+    tensor_parallel_size=min(2, len(rlix.pool_devices())), seed=0
+)  # each device holds half of every parameter
 losses = [trainer.train_step(rlix.NeedParallel(ids))[0] for ids in batches()]
 
 trained = {entry.name: tensor for entry, tensor in publication.stream(trainer.publish())}
 loss_error = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-weight_error = max(float((trained[name] - value).abs().max()) for name, value in plain.state_dict().items())
+weight_error = max(float((trained[name] - value.cpu()).abs().max()) for name, value in plain.state_dict().items())
 print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} after {STEPS} steps on {len(trainer.devices)} devices")
 print(f"largest difference from plain PyTorch: losses {loss_error:.1e}, weights {weight_error:.1e}")
 rlix.shutdown()
-assert loss_error < 1e-6 and weight_error < 1e-6
+assert max(loss_error, weight_error) < (1e-6 if place == "cpu" else 1e-4)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlix.engine.inference.engine import InferenceEngine
     from rlix.engine.inference.turns import Turn, TurnError
     from rlix.engine.parallel import NeedParallel
+    from rlix.engine.placement import pool_devices
     from rlix.engine.train.engine import TrainEngine
     from rlix.engine.weights.publication import TransferError
     from rlix.integrations.rllib.algorithm import rllib
@@ -59,6 +60,7 @@ _LAZY = {
     "NeedParallel": "rlix.engine.parallel",
     "TrainEngine": "rlix.engine.train.engine",
     "device": "torch",
+    "pool_devices": "rlix.engine.placement",
     "JobSpec": "rlix.pipeline.spec.job",
     "launch": "rlix.pipeline.jobs.launch",
     "rllib": "rlix.integrations.rllib.algorithm",
@@ -105,6 +107,7 @@ __all__ = [
     "load_job",
     "nn",
     "pipeline",
+    "pool_devices",
     "protocol",
     "rllib",
     "shutdown",

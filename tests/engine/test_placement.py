@@ -63,7 +63,7 @@ def test_devices_under_a_jobs_lease_are_not_taken() -> None:
 
 
 def test_numbers_are_no_devices() -> None:
-    with pytest.raises(ValueError, match=r"devices: 0 is no device: choose from rlix\.engine\.placement\.pool_devices"):
+    with pytest.raises(ValueError, match=r"devices: 0 is no device: choose from rlix\.pool_devices"):
         choose(1, devices=[0])  # type: ignore[list-item]
 
 

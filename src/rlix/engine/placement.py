@@ -69,7 +69,7 @@ def choose(
         load.update(dict.fromkeys(_held_by_others(pool), _STRANGERS))
     else:
         if wrong := [device for device in devices if not isinstance(device, Device)]:
-            raise ValueError(f"devices: {wrong[0]!r} is no device: choose from rlix.engine.placement.pool_devices()")
+            raise ValueError(f"devices: {wrong[0]!r} is no device: choose from rlix.pool_devices()")
         pool, bundle = tuple(devices), 1  # in the order in which they are named
     return select(
         count,
