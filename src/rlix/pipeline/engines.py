@@ -11,10 +11,8 @@ from rlix.engine.train.engine import TrainEngine
 from rlix.pipeline.base import Pipeline
 from rlix.pipeline.models import prepare_model
 from rlix.pipeline.rollout.adapters import Served
-from rlix.pipeline.rollout.bundle_feed import BundleFeed
+from rlix.pipeline.rollout.bundle_feed import started
 from rlix.pipeline.rollout.none import NoRollouts
-from rlix.pipeline.rollout.rollout import RolloutManager
-from rlix.pipeline.rollout.router import Router
 from rlix.pipeline.spec.executor import build_arguments
 from rlix.pipeline.spec.named import shipped_or_own
 from rlix.pipeline.spec.training import OptimizerSpec
@@ -76,13 +74,8 @@ class Engines:
                 self._replicas = replicas.result()
         job = self._job
         cluster = job.registration.cluster(ClusterName.ACTOR_INFER)
-        caches = self._replicas.backend.prefix_cache
-        router = Router(len(cluster.bundles), job.spec.rollout.max_num_seqs, prefix_cache=caches)
-        self._bundles = BundleFeed(job.client, cluster.name)
-        self.rollouts = RolloutManager(
-            cluster, replicas=self._replicas.replicas, router=router, client=self._bundles, folder=job.folder
-        )
-        self._bundles.feed(self.rollouts)
+        slots = job.spec.rollout.max_num_seqs
+        self.rollouts, self._bundles = started(self._replicas, cluster, job.client, slots, job.folder)
         self.served = None if self.adapters is None else Served(self.rollouts)
 
     def rebuild(self) -> None:

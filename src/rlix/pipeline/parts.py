@@ -12,11 +12,14 @@ An item is a prompt, and then what was answered it: a group of samples, with rew
 """
 
 import shutil
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,17 +27,21 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from rlix.control.client import JobClient
 from rlix.engine.inference.engine import InferenceEngine
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.parts.local import LocalWorker
 from rlix.flow.programs.wiring import Part
+from rlix.node.run_folder import RunFolder
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.batch import PolicyBatch
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.models import prepare_model
 from rlix.pipeline.policy import score, update
 from rlix.pipeline.requests.whole import STATE, published
+from rlix.pipeline.rollout.bundle_feed import BundleFeed, started
+from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.samples import Sample, Samples, Turn, measured
 from rlix.pipeline.seeds import stream_seed
@@ -49,8 +56,8 @@ from rlix.pipeline.tokenizer import load_tokenizer, read
 from rlix.pipeline.training.metrics import mean_metrics
 from rlix.pipeline.training.policy import policy_on_meta
 from rlix.pipeline.training.updates import updates
-from rlix.protocol.errors import SpecError
-from rlix.protocol.messages import Process
+from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.messages import Cluster, Process
 from rlix.protocol.types import Phase
 from rlix.workers.scratch import Scratch
 
@@ -83,6 +90,13 @@ class Policy:
     def begin(self) -> None:
         """It is as its folder has it: nobody has trained it."""
         self.version, self.published = 0, None
+
+    @property
+    def weights(self) -> PublishedWeights:
+        """What was published last; by nobody so far: its folder's."""
+        if self.published is None:
+            self.published = published(self.folder, self.folder, self.version, self.spec.model.dtype)
+        return self.published
 
     @cached_property
     def folder(self) -> Path:
@@ -172,12 +186,15 @@ class _Engine(LocalWorker):
 
 
 class _Generate(_Engine):
-    # Of what a gang may ask for the last: a rollout's own phase is for those whose devices may be taken at any time.
+    # Where it does not share: of what a gang may ask for the last.
     phase = Phase.VALUE_COMPUTE
+    elastic = True
 
     def __init__(self, policy: Policy, unit: int) -> None:
         super().__init__(policy)
         self._unit = unit
+        self._rollout: tuple[RolloutManager, BundleFeed] | None = None
+        self._stop = threading.Event()
         self._step = self._count = 0  # prompts of this step that were texts
 
     def begin(self) -> None:
@@ -194,14 +211,36 @@ class _Generate(_Engine):
         )
         self._name(self.engine.processes)
 
+    def share(self, client: JobClient, cluster: Cluster, folder: RunFolder) -> None:
+        self._rollout = started(self.engine, cluster, client, self.policy.spec.rollout.max_num_seqs, folder)
+
+    def clock(self) -> float:
+        return super().clock() if self._rollout is None else self._rollout[0].devices_s
+
     def step_begins(self, number: int) -> None:
         self._step, self._count = number, 0
 
     def onload(self) -> None:
-        self.engine.acquire(self.lease, self.policy.published)
+        if self._rollout is None:
+            self.engine.acquire(self.lease, self.policy.published)
+        else:
+            self._rollout[0].publish(self.policy.weights)
 
     def offload(self) -> None:
-        self.engine.release(self.lease)
+        if self._rollout is None:
+            self.engine.release(self.lease)
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._rollout is None:
+            super().close()
+            return
+        manager, bundles = self._rollout
+        bundles.close()
+        manager.close()
+        super().close()
+        with suppress(RlixError):  # its processes have ended, which frees the devices in any case
+            bundles.leave()
 
     def memory(self) -> tuple[float, float]:
         held = max(report.device_bytes for report in self.engine.replicas.run("report", timeout_s=60.0))
@@ -227,17 +266,24 @@ class _Generate(_Engine):
         return made
 
     def _answers(self, asked: Sequence[Trajectory]) -> list[Sample]:
+        if self._rollout is None:
+            self._generate(asked)
+        else:  # how long that may take is measured by who called
+            self._rollout[0].generate(self._step, asked, inf, self._stop)
+        samples = []
+        for one in asked:
+            answer, end = ended(one, self.policy.ends)
+            samples.append(Sample(one.id, (Turn(one.prompt_ids, answer),), 0.0, None, end))
+        return samples
+
+    def _generate(self, asked: Sequence[Trajectory]) -> None:
         params = [{**asdict(one.sampling), "seed": one.seed} for one in asked]
         prompts = [list(one.prompt_ids) for one in asked]
         found = self.engine.generate(prompts, params, request_ids=[one.id for one in asked])
-        samples = []
         for one, output in zip(asked, found, strict=True):
             (said,) = output.outputs
             one.token_ids, one.logprobs = list(said.token_ids), list(said.logprobs)
             one.versions, one.finish_reason = [self.policy.version] * len(said.token_ids), said.finish_reason
-            answer, end = ended(one, self.policy.ends)
-            samples.append(Sample(one.id, (Turn(one.prompt_ids, answer),), 0.0, None, end))
-        return samples
 
     def _prompt(self, item: Any) -> Prompt:
         """A text gets its name from the flow's step, and its place there."""

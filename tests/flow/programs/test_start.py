@@ -1,20 +1,23 @@
 """Starting a flow in one call, with workers that are plain objects and a pool that is pretended."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from rlix.flow.parts.flow_worker import FlowWorker
-from rlix.flow.planner import Mode
+from rlix.flow.parts.local import LocalWorker
+from rlix.flow.planner import Mode, StagePlan
 from rlix.flow.profiler.profile import Profile, path_of
 from rlix.flow.programs import flow as flow_module
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.wiring import Circle, Part
 from rlix.monitor.records import load_run
+from rlix.node.run_folder import RunFolder
 from rlix.protocol.errors import SpecError, WorkerError
 from rlix.protocol.messages import Cluster, Lease, LeaseRecord, Registration
 from rlix.protocol.types import Phase
@@ -46,11 +49,13 @@ class Next(Small):
 class Pool:
     """As a job that `rlix.attach` makes: what it asked for, and whether it has left."""
 
-    def __init__(self, name: str, gangs: Any, stay: bool) -> None:
+    def __init__(self, name: str, gangs: Any, stay: bool, **elastic: Any) -> None:
         assert stay
         self.name, self.client, self.size = name, self, gangs["flow"]
+        self.rollouts, self.units = elastic.get("rollouts", {}), elastic.get("tensor_parallel")
         self.asked: list[tuple[Phase, int]] = []
         self.left = 0
+        self.named: Any = None
 
     def devices(self, cluster: str | None = None) -> Any:
         """The gang's, or as the client has them."""
@@ -58,7 +63,9 @@ class Pool:
         return mine if cluster is not None else {device.id: device for device in mine}
 
     def registration(self) -> Registration:
-        return Registration("job_1", "mine", (Cluster("flow", 1, tuple(range(self.size))),), self.name)
+        gang = Cluster("flow", 1, tuple(range(self.size)))
+        rest = [Cluster(name, self.units[name], tuple(range(n)), elastic=True) for name, n in self.rollouts.items()]
+        return Registration("job_1", "mine", (gang, *rest), self.name)
 
     def acquire(self, cluster: str, phase: Phase, *, devices: Sequence[int], giving: Any = ()) -> Any:
         self.asked.append((phase, len(devices)))
@@ -69,7 +76,8 @@ class Pool:
     def fence(self, lease: Any) -> Any:
         return lease
 
-    def name_holders(self, cluster: str, processes: Any) -> None: ...
+    def name_holders(self, cluster: str, processes: Any) -> None:
+        self.named = processes
 
     def lease_log(self, since: int) -> Sequence[LeaseRecord]:
         """One lease, that it had all the time."""
@@ -179,6 +187,57 @@ def test_a_circle_in_turn_needs_no_profile(jobs: list[Pool]) -> None:
     assert (loop.parts, loop.rounds, loop.shared, loop.together) == (("double", "next"), 3, True, False)
     assert [part.devices for part in plan.parts] == [2, 2, 2]
     assert flow.run(range(4), gpus=2, plan="collocated") == [2 * (8 * n + 7) for n in range(4)]
+
+
+class Shares(LocalWorker):
+    """Can work on devices that come and go; what it was told."""
+
+    elastic = True
+    told: ClassVar[list[Any]] = []
+    processes: ClassVar[Any] = {0: "a replica's"}
+
+    def share(self, client: Any, cluster: Cluster, folder: RunFolder) -> None:
+        self.told.append((cluster.name, [device.id for device in self.devices], folder.path.name))
+
+    def onload(self) -> None:
+        self.told.append("shares" if self.lease is None else self.lease)
+
+    def offload(self) -> None: ...
+
+    def close(self) -> None:
+        self.told.append("ended")
+
+    def run(self, items: Sequence[int]) -> list[int]:
+        return [3 * item for item in items]
+
+
+def test_a_part_that_can_share_holds_no_gang_unless_others_have_devices_beside_it(
+    jobs: list[Pool], rlix_home: Path
+) -> None:
+    parts = [Part("far", Next, cpu_ranks=1), Part("shares", Shares, unit=2), Next]
+    flow, told = Flow("sums", parts), Shares.told
+    told.clear()
+    with flow.start(gpus=3, like=range(4), plan="collocated") as running:
+        assert (jobs[0].rollouts, jobs[0].units) == ({"rollout": 2}, {"rollout": 2})
+        assert running.step(range(4)) == [3 * n + 4 for n in range(4)]
+        assert jobs[0].asked == [(Phase.OLD_LOG_PROBS, 3)]  # of the last part
+        assert told == [("rollout", [0, 1], "sums"), "shares"]
+        assert jobs[0].named == {}  # by the group's own cluster
+        first, second, third = running.plan.segments
+        (far,), (shares,), (after,) = first.stages, second.stages, third.stages
+        told.clear()
+        running.switch(replace(running.plan, segments=(replace(second, stages=(far, shares), chunk=2), third)))
+        assert running.step(range(4)) == [3 * n + 4 for n in range(4)]
+        assert jobs[0].asked[1:] == [(Phase.OLD_LOG_PROBS, 3)]  # beside what needs no device it shares, too
+        assert set(told) == {"shares"}
+        told.clear()
+        last = StagePlan((replace(after.parts[0], first=2, ranks=1, devices=1),), 2, 1, 0.0)
+        running.switch(replace(running.plan, segments=(first, replace(second, stages=(shares, last), chunk=2))))
+        assert running.step(range(4)) == [3 * n + 4 for n in range(4)]
+        assert jobs[0].asked[2:] == [(Phase.ACTOR_TRAINING, 3)]
+        assert told[0] == "ended"
+        assert {tuple(lease.devices) for lease in told[1:]} == {(0, 1, 2)}
+        assert jobs[0].named == {0: "a replica's"}
 
 
 def test_who_cannot_start_has_left_the_pool(jobs: list[Pool], monkeypatch: pytest.MonkeyPatch) -> None:

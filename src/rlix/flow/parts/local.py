@@ -1,17 +1,22 @@
 """Parts that work in the program itself: beside an engine, whose processes have the devices."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import ray
 
+from rlix.control.client import JobClient
 from rlix.flow.parts.flow_worker import FlowWorker, Piece
 from rlix.flow.parts.logged import Sums
 from rlix.node.devices import smallest_memory
 from rlix.node.pinned_memory import memory_bytes
+from rlix.node.run_folder import RunFolder
 from rlix.protocol.errors import WaitTimeoutError
-from rlix.protocol.messages import Device, DeviceKind, Fence, Process
+from rlix.protocol.messages import Cluster, Device, DeviceKind, Fence, Process
+
+_LOOK_S = 0.2
 
 
 class LocalWorker(FlowWorker):
@@ -20,6 +25,8 @@ class LocalWorker(FlowWorker):
     `devices` are the part's, `lease` is what it uses them under (None: the program's own account).
     """
 
+    elastic: ClassVar[bool] = False
+    """Whether it can work on devices that come and go; then it has `share`."""
     devices: tuple[Device, ...] = ()
     lease: Fence | None = None
     named: Callable[[], object] = staticmethod(lambda: None)
@@ -29,6 +36,15 @@ class LocalWorker(FlowWorker):
 
     def begin(self) -> None:
         """Start what needs no device."""
+
+    def share(self, client: JobClient, cluster: Cluster, folder: RunFolder) -> None:
+        """Its devices are those of this elastic cluster, of which it has from now on what the pool says, without a
+        `lease`: `onload` and `offload` say only when it works."""
+        raise NotImplementedError
+
+    def clock(self) -> float:
+        """Seconds, of which calls may take so many: those in which it had a device."""
+        return time.monotonic()
 
     def room(self) -> float:
         """Bytes of the smallest device of this host, which has some of the engine's; a virtual one's is the host's."""
@@ -51,8 +67,11 @@ class LocalWorker(FlowWorker):
 class LocalCall:
     """A method that runs in a thread of the group."""
 
-    def __init__(self, name: str, method: str, future: "Future[Any]", timeout_s: float) -> None:
+    def __init__(
+        self, name: str, method: str, future: "Future[Any]", timeout_s: float, clock: Callable[[], float]
+    ) -> None:
         self._name, self._method, self._future, self._timeout_s = name, method, future, timeout_s
+        self._clock = clock
 
     @property
     def late(self) -> list[int]:
@@ -61,8 +80,10 @@ class LocalCall:
     def wait(self, timeout_s: float | None = None) -> list[Any]:
         """Raises what the method raised, and WaitTimeoutError: not ended within `timeout_s` (None: the group's)."""
         limit = self._timeout_s if timeout_s is None else timeout_s
-        if not wait([self._future], limit).done:
-            raise WaitTimeoutError(f"{self._name}: {self._method}() did not end within {limit:g} s")
+        deadline = self._clock() + limit
+        while not wait([self._future], min(limit, _LOOK_S)).done:
+            if self._clock() >= deadline:
+                raise WaitTimeoutError(f"{self._name}: {self._method}() did not end within {limit:g} s")
         return [self._future.result()]
 
 
@@ -102,7 +123,10 @@ class LocalGroup:
 
     def _call(self, method: str, *args: Any) -> LocalCall:
         future = self._threads.submit(getattr(self.worker, method), *args)
-        self._latest = LocalCall(self.name, method.removeprefix("_rlix_"), future, self.timeout_s)
+        return self._noted(method.removeprefix("_rlix_"), future)
+
+    def _noted(self, method: str, future: "Future[Any]") -> LocalCall:
+        self._latest = LocalCall(self.name, method, future, self.timeout_s, self.worker.clock)
         return self._latest
 
     def ask(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
@@ -126,8 +150,7 @@ class LocalGroup:
             refs.append(ray.put(made))
             return told
 
-        self._latest = LocalCall(self.name, method, self._threads.submit(work), self.timeout_s)
-        return refs, self._latest
+        return refs, self._noted(method, self._threads.submit(work))
 
     def counts(self, call: LocalCall) -> list[int]:
         """As of a `PartGroup`."""

@@ -24,6 +24,7 @@ from rlix.flow.planner import Mode, Plan
 from rlix.flow.profiler.measure import Grid, profile
 from rlix.flow.profiler.profile import Profile, halves, path_of
 from rlix.flow.programs.checks import check_plan_name
+from rlix.flow.programs.rollouts import Rollouts, asked
 from rlix.flow.programs.running import Running
 from rlix.flow.programs.wiring import Wiring
 from rlix.protocol.errors import SpecError
@@ -81,7 +82,7 @@ class Flow(Wiring):
         flow = self.like(like)
         wanted = check_plan_name(self.name, plan)
         flow.items  # noqa: B018 (who has not said how many waits for no devices)
-        job = attach(self.name, gangs={GANG: gpus}, stay=True)
+        job = attach(self.name, gangs={GANG: gpus}, stay=True, **asked(flow, gpus))
         record: RunRecord | None = None
         try:
             devices = job.devices(GANG)
@@ -93,6 +94,7 @@ class Flow(Wiring):
             runs = Path(runs_dir or os.environ.get("RLIX_RUNS_DIR") or "runs")
             record = RunRecord(job, Kind("flow", {}), runs, GANG)
             how: dict[str, Any] = {"device_bytes": device_bytes, "timeout_s": timeout_s, "record": record}
+            how["rollouts"] = Rollouts(job.client, record.folder)
             running = Running(flow, devices, plan=plan, profile=known, job=job, cluster=GANG, leaves=True, **how)
         except BaseException as error:  # raised again; nobody has anything to close then
             if record is not None:

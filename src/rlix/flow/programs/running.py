@@ -24,6 +24,7 @@ from rlix.flow.programs.checks import check_gang, check_items, wanted_plan
 from rlix.flow.programs.drift import Drift, rescaled
 from rlix.flow.programs.interrupts import until_ended
 from rlix.flow.programs.pieces import Pieces
+from rlix.flow.programs.rollouts import Rollouts, alone
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.step_lease import StepLease
 from rlix.flow.programs.watched import Busy
@@ -53,6 +54,7 @@ class Running:
             each until its stage has ended; in such gaps, between segments and between steps they are others' to use.
         leaves: the job ends at `close`.
         record: what steps and parts do is written there; it ends at `close`.
+        rollouts: what the job has for parts whose devices may come and go.
         device_bytes: of each device (None: as the profile has it); what fits decides what may stay.
         timeout_s: of each wait for a part: for a call, and for its devices in its turn. A rank that has not answered by
             then is ended. To start, every part has three minutes at least.
@@ -69,6 +71,7 @@ class Running:
         cluster: str | None = None,
         leaves: bool = False,
         record: RunRecord | None = None,
+        rollouts: Rollouts | None = None,
         device_bytes: float | None = None,
         timeout_s: float = 600.0,
     ) -> None:
@@ -76,6 +79,7 @@ class Running:
         check_gang(flow.name, devices, job, cluster)
         self.flow, self.devices, self.profile = flow, tuple(devices), profile
         self._job, self._cluster, self._leaves, self._record = job, cluster, leaves, record
+        self._rollouts, self._elastic = rollouts, dict[str, str]()  # by part, its cluster
         self._busy = Busy()
         self._device_bytes, self._timeout_s = device_bytes, timeout_s
         self.planned = None if isinstance(plan, Plan) else self._make_plan(profile)
@@ -218,8 +222,8 @@ class Running:
         """Go on by another plan: parts that move are started anew from what they `save`."""
         self._check_open()
         self.flow.check(plan, len(self.devices))
-        before = {part.name: _place(part) for part in self.plan.parts}
-        moving = {part.name for part in plan.parts if _place(part) != before[part.name]}
+        before, after = self._places(self.plan), self._places(plan)
+        moving = {name for name in after if after[name] != before[name]}
         self._lock.clear()
         self._started = False
         for name in moving:
@@ -271,12 +275,11 @@ class Running:
         if self.plan.resident and len(stay) == len(stages):
             together.append(frozenset(names.values()))
         self._lock = DeviceLock(together)
+        self._elastic = {} if self._rollouts is None else self._rollouts.of(self.flow, self.plan)
         for placed in self.plan.parts:
             if placed.name in self.groups:
                 continue
-            part = self.flow.part(placed.name)
-            name, limit = names[placed.name], self._timeout_s
-            group = start(part, placed.ranks, self.devices, placed.first, name, timeout_s=limit)
+            group = self._group(placed, names[placed.name])
             try:
                 if placed.name in self._states:
                     group.ask("_rlix_restore", self._states[placed.name])
@@ -290,15 +293,27 @@ class Running:
         self._name_holders()
         self._started = True
 
+    def _group(self, placed: PartPlan, name: str) -> Ranks:
+        part, limit = self.flow.part(placed.name), self._timeout_s
+        if placed.name in self._elastic and self._rollouts is not None:
+            return self._rollouts.start(part, self._elastic[placed.name], name, limit)
+        return start(part, placed.ranks, self.devices, placed.first, name, timeout_s=limit)
+
+    def _places(self, plan: Plan) -> dict[str, object]:
+        """What a part cannot change without being started anew; without devices it is nowhere."""
+        own = {part.name: (part.first if part.devices else 0, part.ranks) for part in plan.parts}
+        return {**own, **({} if self._rollouts is None else self._rollouts.of(self.flow, plan))}
+
     def _name_holders(self) -> None:
         if self._job is not None and self._cluster is not None:
-            processes = [p for group in list(self.groups.values()) for p in group.processes.values()]
+            own = [group for name, group in list(self.groups.items()) if name not in self._elastic]
+            processes = [process for group in own for process in group.processes.values()]
             self._job.name_holders(self._cluster, dict(enumerate(processes)))
 
     def _note(self, part: str, kind: str, start: float, end: float) -> None:
         self._busy.note(part, kind, start, end)
         placed = next(one for one in self.plan.parts if one.name == part)
-        if self._record is not None and placed.devices:
+        if self._record is not None and placed.devices and part not in self._elastic:  # whose replicas write it
             mine = [device.id for device in self.devices[placed.first : placed.first + placed.devices]]
             phase = self.flow.part(part).worker.phase.name.lower()
             self._record.did(phase, mine, kind, start, end, part)
@@ -310,10 +325,11 @@ class Running:
         lease = None if self._job is None else StepLease(self._job.client, self._cluster or "", self._lock)
         with lease or contextlib.nullcontext():
             for index, segment in enumerate(self.plan.segments):
+                shares = alone(segment) in self._elastic
                 if lease is not None:
                     asking = [p.name for stage in segment.stages for p in stage.parts if p.devices]
                     phase = min((self.flow.part(name).worker.phase for name in asking), default=Phase.ACTOR_TRAINING)
-                    fence = lease.change([self.devices[i].id for i in segment.used], phase)
+                    fence = lease.change([] if shares else [self.devices[i].id for i in segment.used], phase)
                     for group in self.groups.values():
                         group.lease = fence
                 chunk = self._chunks.get(index, segment.chunk)
@@ -321,9 +337,10 @@ class Running:
                     self.flow, segment, index, self.groups, self._lock, source, made, chunk, self._timeout_s, self._note
                 )
                 self._segment = run
-                self._run_stages(run, segment, lease)
+                self._run_stages(run, segment, None if shares else lease)
                 made |= run.outputs()
-                self._drift.saw(run.seconds)
+                # How long a part takes that shares, is not its own doing.
+                self._drift.saw({name: calls for name, calls in run.seconds.items() if name not in self._elastic})
         self._segment = None
         return made
 
@@ -380,8 +397,3 @@ class Running:
             return
         self._drift = Drift.of(self.plan, self._drift.answered)
         logger.info("%s: %s; the plan stays", self.flow.name, off)
-
-
-def _place(part: PartPlan) -> tuple[int, int]:
-    """What a part cannot change without being started anew; without devices it is nowhere."""
-    return part.first if part.devices else 0, part.ranks

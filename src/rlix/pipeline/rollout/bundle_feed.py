@@ -9,9 +9,12 @@ from functools import partial
 
 from rlix.control.client import JobClient
 from rlix.control.rollout_lease import Granted, Lost, Taken
+from rlix.engine.inference.engine import InferenceEngine
+from rlix.node.run_folder import RunFolder
 from rlix.pipeline.rollout.rollout import RolloutManager
+from rlix.pipeline.rollout.router import Router
 from rlix.protocol.errors import RlixError
-from rlix.protocol.messages import Demand, Fence, Lease, LeaseStatus, Process
+from rlix.protocol.messages import Cluster, Demand, Fence, Lease, LeaseStatus, Process
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,12 @@ class BundleFeed:
             self._thread.join(_STOP_TIMEOUT_S)
         self._giving.shutdown(wait=False, cancel_futures=True)
 
+    def leave(self) -> None:
+        """After `close`, when nothing is on a device: give back what is still held. A second call changes nothing."""
+        if not self._rollout.closed:
+            with self._rollout:
+                pass
+
     def _run(self, manager: RolloutManager) -> None:
         try:
             for change in self._rollout.changes(self._stop):
@@ -92,3 +101,17 @@ class BundleFeed:
             self._rollout.give_back(*leases)
         except RlixError as error:
             logger.warning("leases %s were not given back: %s", [lease.epoch for lease in leases], error)
+
+
+def started(
+    engine: InferenceEngine, cluster: Cluster, client: JobClient, slots: int, folder: RunFolder
+) -> tuple[RolloutManager, BundleFeed]:
+    """The engine's replicas, one for each bundle of the elastic cluster and none of them loaded, as a rollout.
+
+    Both are to be closed, the feed first.
+    """
+    router = Router(len(cluster.bundles), slots, prefix_cache=engine.backend.prefix_cache)
+    bundles = BundleFeed(client, cluster.name)
+    manager = RolloutManager(cluster, replicas=engine.replicas, router=router, client=bundles, folder=folder)
+    bundles.feed(manager)
+    return manager, bundles
