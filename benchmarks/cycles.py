@@ -35,7 +35,9 @@ class Leaving(Fsdp2Executor):
         return SwapMover(self.device)
 
 
-class Policy(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+class Learns(HuggingFaceFsdp2TrainModule):
+    """What a causal LM learns by: to say again what it is given."""
+
     learning_rate = 1e-4
 
     def on_weights_materialized(self) -> None:
@@ -48,6 +50,10 @@ class Policy(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss.detach())
+
+
+class Policy(Learns, Qwen2ForCausalLM):
+    pass
 
 
 def build_model(path: Path) -> None:

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 import rlix
 from benchmarks import cycles
@@ -22,8 +22,12 @@ PROMPT, PARAMS = [[3, 5, 8, 13]], {"max_new_tokens": 16, "temperature": 0, "igno
 ROUNDS = 5
 
 
-class Policy(cycles.Policy):
+class Learns(cycles.Learns):
     learning_rate = 1e-3  # a step is seen in the answers
+
+
+class Policy(Learns, Qwen2ForCausalLM):
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ ALLOWED = 0.05
 """Nats: a bfloat16 forward of one batch against another's."""
 
 
-def run(model: Path, devices: tuple[Device, ...], executor: str, policy: type[Policy] = Policy) -> Found:
+def run(model: Path, devices: tuple[Device, ...], executor: str, policy: type[Learns] = Policy) -> Found:
     one = devices[:1]
     share: dict[str, Any] = {"gpu_memory_utilization": 0.3} if one[0].kind is DeviceKind.CUDA else {}
     nothing = used_mb(one)

@@ -9,10 +9,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from benchmarks.gpu import closed_loop
 from benchmarks.gpu.common import Row
 from benchmarks.gpu.pool import pool
-from rlix.nn import HuggingFaceFsdp2TrainModule
 
 
-class Policy(closed_loop.Policy, HuggingFaceFsdp2TrainModule, Qwen3MoeForCausalLM):
+class Policy(closed_loop.Learns, Qwen3MoeForCausalLM):
     pass
 
 
