@@ -1,7 +1,10 @@
 """The default policy: hand-made cases for each of its rules, and random pools under the validator."""
 
+import math
+import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,7 +12,7 @@ from rlix.protocol.messages import Demand, Device, DeviceKind, Lease, LeaseState
 from rlix.protocol.types import Phase
 from rlix.scheduler.plan import Plan
 from rlix.scheduler.planner import plan
-from rlix.scheduler.policies.rlix import Rlix, rlix
+from rlix.scheduler.policies.rlix import Rlix, _Division, rlix
 from rlix.scheduler.snapshot import Bundles, GangRequest, RolloutState, Snapshot
 from rlix.scheduler.validate import check
 
@@ -180,3 +183,41 @@ def test_every_plan_is_valid_repeatable_and_leaves_no_free_bundle_to_the_idle(sn
     for one in snapshot.rollouts:
         if one.demand.trajectories and one.pipeline_id not in served:
             assert all(not after.isdisjoint(devices) for devices in one.bundles)
+
+
+def crowded(rng: random.Random) -> Snapshot:
+    """A pool nearly all of which is held, in bundles of several widths, by some who have just been given one."""
+    gpus, leases, taken = 64, list[LeaseStatus](), set[int]()
+    bundles = {w: Bundles(tuple(tuple(range(d, d + w)) for d in range(0, gpus, w))) for w in (1, 2, 4, 8)}
+    rollouts = [
+        RolloutState(
+            f"p{index}",
+            INFER,
+            bundles[rng.choice((1, 1, 2, 4, 8))],
+            Demand(rng.choice([0, 1, 2, 60, 2000]), knee=rng.choice([4.0, 64.0]), load_s=rng.choice([0.0, 0.5, 9.0])),
+            waited_s=rng.choice([0.0, 25.0, 700.0]),
+            held_s=300.0 * rng.random(),
+            served_gpu_s=30000.0 * rng.random(),
+            used_gpu_s=50000.0 * rng.random(),
+            age_s=9000.0,
+            gained_s=rng.choice([1.0, math.inf]),
+        )
+        for index in range(rng.randint(6, 30))
+    ]
+    for _ in range(3 * gpus):
+        one = rng.choice(rollouts)
+        number = rng.randrange(len(one.bundles))
+        if taken.isdisjoint(one.bundles[number]):
+            taken.update(one.bundles[number])
+            lease = Lease(len(leases) + 1, one.pipeline_id, INFER, Phase.ROLLOUT, one.bundles[number], number)
+            leases.append(LeaseStatus(lease, LeaseState.ACTIVE))
+    devices = tuple(Device(i, "node", "127.0.0.1", i, DeviceKind.CPU) for i in range(gpus))
+    return Snapshot(devices, (), tuple(rollouts), tuple(leases))
+
+
+def test_what_a_division_does_not_look_at_again_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots = [crowded(random.Random(seed)) for seed in range(150)]
+    plans = [plan(snapshot, rlix) for snapshot in snapshots]
+    monkeypatch.setattr(_Division, "_out_of_reach", lambda *_: math.inf)
+    monkeypatch.setattr(_Division, "_keeps", lambda *_: False)
+    assert [plan(snapshot, rlix) for snapshot in snapshots] == plans

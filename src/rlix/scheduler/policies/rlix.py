@@ -33,6 +33,7 @@ as `pace(k+1) - pace(k)`: near 1 while the batch is far above the knee, near 0 i
 
 import heapq
 import math
+from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -103,7 +104,8 @@ class _Placement:
         self.free = second + ([number for number in usable if number not in wanted] if second else usable)
         # Rule 6: bundles that a gang is about to take.
         self.due = {at[device] for device, seconds in due_s.items() if seconds <= 0.0 and device in at}
-        self.offers: list[Offer] | None = None  # heap of what those who hold these devices would lose
+        self.offers: list[Offer] | None = None  # ascending: what those who hold these devices would lose
+        self.kept: set[int] = set()  # bundles that are out of reach for whoever has one
 
 
 class _Division:
@@ -216,6 +218,9 @@ class _Division:
             for device in devices:
                 if device in self.at:
                     self._stand_up(self.at[device])
+            if not self.count[i]:  # a first bundle may be taken from who keeps his others: what was beside it is free
+                for placement in self.shared.values():
+                    placement.kept.clear()
         self._sit(_Seat(i, bundle, devices, new=True))
         return True
 
@@ -298,31 +303,36 @@ class _Division:
         placement = self._placement(i)
         if placement.offers is None:
             placement.offers = [self._offer(j) for j in self._holders(placement.bundle_at)]
-            heapq.heapify(placement.offers)
-        offers, passed, dear, found = placement.offers, [], set[int](), None
-        while offers and found is None and offers[0][0] < limit:
-            offer = heapq.heappop(offers)
-            _, _, count, j = offer
-            if count > self.count[j] > 0 and self.seats[j]:
-                heapq.heappush(offers, self._offer(j))  # it has lost some since: what is left is worth more
+            placement.offers.sort()
+        offers, at, dear, found = placement.offers, 0, set[int](), None
+        changed, kept = False, placement.kept if self.count[i] else frozenset()
+        while at < len(offers) and offers[at][0] < limit:
+            _, _, count, j = offers[at]
             if count != self.count[j] or not self.seats[j]:
+                del offers[at]
+                if count > self.count[j] > 0 and self.seats[j]:
+                    insort(offers, self._offer(j), at)  # it has lost some since: what is left is worth more
+                    changed = True
+                continue
+            at += 1
+            if (self.count[i] and self._keeps(j, count)) or self._least_loss(i, j) >= limit:
                 continue
             here = False  # else it has nothing left here, and gets nothing that could be taken again
-            too_dear = self._least_loss(i, j) >= limit
             for bundle in self._bundles_over(i, j):
                 here = True
-                if too_dear:
-                    break
-                if bundle in dear:  # looked at already, over another rollout's seat
+                if bundle in kept or bundle in dear:  # looked at already, over another rollout's seat
                     continue
                 if self._loss(i, bundle) < limit:
                     found = bundle
                     break
                 dear.add(bundle)
-            if here:
-                passed.append(offer)
-        for offer in passed:
-            heapq.heappush(offers, offer)
+            if found is not None:
+                break
+            if not here:
+                at -= 1
+                del offers[at]
+        if changed:
+            offers.sort()
         return found
 
     def _holders(self, devices: Mapping[int, int]) -> Iterable[int]:
@@ -368,17 +378,27 @@ class _Division:
             seat = self.at.get(device)
             if seat is None:
                 if device not in self.free:
-                    return math.inf
+                    return self._out_of_reach(i, bundle)
             elif seat not in lost:
                 if seat.new:
-                    return math.inf
+                    return self._out_of_reach(i, bundle)
                 lost.add(seat)
                 j = seat.rollout
                 taken[j] = number = taken.get(j, 0) + 1
+                if self.count[i] and self._keeps(j, self.count[j] - number + 1):
+                    return self._out_of_reach(i, bundle)
                 loss += len(seat.devices) * self._loss_of(i, j, number)
                 if loss == math.inf:
                     return loss
         return loss / len(devices)
+
+    def _out_of_reach(self, i: int, bundle: int) -> float:
+        self._placement(i).kept.add(bundle)
+        return math.inf
+
+    def _keeps(self, j: int, count: int) -> bool:
+        """Whether rollout j does not lose its bundle number `count` in this division, unless for somebody's first."""
+        return self.gained[j] and 1 < count <= self.most[j]
 
     def _loss_of(self, i: int, j: int, number: int) -> float:
         """What rollout j loses when its `number`-th last bundle goes to i; infinite when that may not be."""
