@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from rlix.control import rpc
-from rlix.protocol.errors import WaitTimeoutError
+from rlix.protocol.errors import RlixError, WaitTimeoutError
 
 
 class Method:
@@ -109,6 +109,26 @@ def test_who_does_not_answer_is_asked_again_for_a_while() -> None:
     with pytest.raises(WaitTimeoutError, match=r"no answer within 1\.0 s: the scheduler's method"):
         rpc.Patient(lambda: gone, "the scheduler", patience_s=0.0).ask("method", timeout_s=1.0)
     assert gone.asked == 1
+
+
+@pytest.mark.usefixtures("silent")
+def test_who_has_left_ray_meanwhile_does_not_look_for_it_any_more() -> None:
+    """That would join, or start, one anew."""
+
+    class Leaving(Silent):
+        def get(self) -> object:
+            rpc.ray.is_initialized.return_value = False
+            raise ActorDiedError
+
+    looked: list[Leaving] = []
+
+    def find() -> Leaving:
+        looked.append(Leaving(1))
+        return looked[-1]
+
+    with pytest.raises(RlixError, match="the scheduler cannot be asked: this process has left Ray"):
+        rpc.Patient(find, "the scheduler").ask("method", timeout_s=1.0)
+    assert len(looked) == 1
 
 
 @pytest.mark.usefixtures("silent")

@@ -161,11 +161,16 @@ class Patient:
                 when it is asked again: an answer may be lost with its connection, of which Ray does not always know.
         """
         deadline = time.monotonic() + self._patience_s
-        pause_s = _FIRST_PAUSE_S
+        pause_s, away = _FIRST_PAUSE_S, False
         while True:
-            if not ray.is_initialized():  # else a call would start a Ray of its own
+            if not ray.is_initialized():  # else to look for it, or to call it, would start a Ray of its own
                 raise RlixError(f"{self._name} cannot be asked: this process has left Ray")
-            ref = None
+            if away:
+                try:
+                    self._handle = self._find()
+                except (ValueError, RlixError):
+                    logger.debug("%s is not there yet", self._name)
+            ref, away = None, True
             try:
                 ref = getattr(self._handle, method).remote(*args)
                 return get(ref, what=f"{self._name}'s {method}", timeout_s=timeout_s)
@@ -183,7 +188,3 @@ class Patient:
                     logger.info("%s is away: waiting for it to come back", self._name)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            try:
-                self._handle = self._find()
-            except (ValueError, RlixError):
-                logger.debug("%s is not there yet", self._name)
