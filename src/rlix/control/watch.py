@@ -59,7 +59,6 @@ class Watch:
         self._seen: dict[Process, Seen] = {}
         self._unused_since: dict[str, float] = {}  # ids that were handed out and never admitted
         self._asked_at: dict[str, float] = {}  # by node: since when an answer is awaited
-        self._ended: set[Process] = set()  # workers that were stopped
 
     def start(self) -> None:
         self._known.clock.call_later(_EVERY_S, self._tick)
@@ -91,7 +90,6 @@ class Watch:
                 self._judge(pipeline_id, job, now)
         processes = self._processes(now)
         self._seen = {process: seen for process, seen in self._seen.items() if process in processes}
-        self._ended &= processes.keys()
         by_node: dict[str, list[Process]] = {}
         for process in processes:
             by_node.setdefault(process.node_id, []).append(process)
@@ -157,19 +155,18 @@ class Watch:
             if what:
                 self._drop(pipeline_id, process, caller, what)
         for process in self._known.workers(pipeline_id):
-            if fate(self._seen.get(process), settings) == STOPPED and process not in self._ended:
+            if fate(self._seen.get(process), settings) == STOPPED:
                 self._end_stopped(pipeline_id, process)
 
     def _end_stopped(self, pipeline_id: str, worker: Process) -> None:
-        """Whether it locks a device or not: its job may be waiting for it. Then its leases are taken."""
+        """Whether it locks a device or not: its job may be waiting for it. Then its leases are taken. One that survives
+        is ended again when it was seen stopped for as long as before."""
         known, why = self._known, f"process {worker.pid} ({worker.name}) {STOPPED}"
         held = [status.lease for status in known.state.leases_of(pipeline_id) if self._is_of(worker, status)]
         told = f"{pipeline_id}: {why}" if held else str(known.note(pipeline_id, why))
-        self._ended.add(worker)
+        del self._seen[worker]
 
         def done(survivors: Sequence[Process]) -> None:
-            if survivors:
-                self._ended.discard(worker)  # to be tried again
             for lease in held:
                 self._loop.take(lease, why)
 
