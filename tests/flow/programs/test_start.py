@@ -194,15 +194,21 @@ class Shares(LocalWorker):
 
     elastic = True
     told: ClassVar[list[Any]] = []
+    over: Any = None  # the lease that it left last, under which no engine comes back
     processes: ClassVar[Any] = {0: "a replica's"}
 
     def share(self, client: Any, cluster: Cluster, folder: RunFolder) -> None:
         self.told.append((cluster.name, [device.id for device in self.devices], folder.path.name))
 
     def onload(self) -> None:
+        assert self.lease is None or self.lease is not self.over, "it has ended"
         self.told.append("shares" if self.lease is None else self.lease)
 
-    def offload(self) -> None: ...
+    def offload(self) -> None:
+        self.over = self.lease
+
+    def memory(self) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def close(self) -> None:
         self.told.append("ended")
@@ -238,6 +244,11 @@ def test_a_part_that_can_share_holds_no_gang_unless_others_have_devices_beside_i
         assert told[0] == "ended"
         assert {tuple(lease.devices) for lease in told[1:]} == {(0, 1, 2)}
         assert jobs[0].named == {0: "a replica's"}
+
+
+def test_a_part_with_an_engine_is_measured_under_leases_that_it_has_not_left(jobs: list[Pool]) -> None:
+    assert Flow("sums", [Shares]).run(range(4), gpus=2) == [3 * n for n in range(4)]
+    assert jobs[0].asked == [(Phase.VALUE_COMPUTE, width) for width in (1, 1, 2, 2)]  # to be built, and then measured
 
 
 def test_who_cannot_start_has_left_the_pool(jobs: list[Pool], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,11 +143,14 @@ def _measure(
     for width in widths:
         made: Pieces = []
         used = 0 if part.cpu_ranks else width * part.unit
-        with start(part, width, pool.devices, timeout_s=timeout_s) as group, pool.held(group, used):
+        with contextlib.ExitStack() as until_measured:
+            group = until_measured.enter_context(start(part, width, pool.devices, timeout_s=timeout_s))
             if isinstance(group, LocalGroup):
                 group.worker.measured = True
-                group.onload()  # the first time, its engine may be built
-                group.offload()
+                with pool.held(group, used):  # an engine does not come back under a lease that it has left
+                    group.onload()  # the first time, it may be built
+                    group.offload()
+            until_measured.enter_context(pool.held(group, used))
             rooms += group.ask("room")
             loads.append(_timed(group.onload))
             resident = max(now for now, _ in _memory(group, part))
