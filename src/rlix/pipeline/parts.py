@@ -195,6 +195,7 @@ class _Generate(_Engine):
         self._unit = unit
         self._rollout: tuple[RolloutManager, BundleFeed] | None = None
         self._stop = threading.Event()
+        self._given: PublishedWeights | None = None  # what the engine came with; None: its folder's
         self._step = self._count = 0  # prompts of this step that were texts
 
     def begin(self) -> None:
@@ -222,7 +223,8 @@ class _Generate(_Engine):
 
     def onload(self) -> None:
         if self._rollout is None:
-            self.engine.acquire(self.lease, self.policy.published)
+            self._given = self.policy.published
+            self.engine.acquire(self.lease, self._given)
         else:
             self._rollout[0].publish(self.policy.weights)
 
@@ -277,6 +279,9 @@ class _Generate(_Engine):
         return samples
 
     def _generate(self, asked: Sequence[Trajectory]) -> None:
+        if self.policy.published is not self._given:  # it has stayed on its devices meanwhile
+            self._given = self.policy.weights
+            self.engine.update_weights(self._given)
         params = [{**asdict(one.sampling), "seed": one.seed} for one in asked]
         prompts = [list(one.prompt_ids) for one in asked]
         found = self.engine.generate(prompts, params, request_ids=[one.id for one in asked])

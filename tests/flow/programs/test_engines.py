@@ -1,6 +1,7 @@
 """A policy's answers and training as parts of a flow: what they learn is what a job of the same numbers learns."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from rlix.flow.parts.flow_worker import FlowWorker
+from rlix.flow.planner import Plan, SegmentPlan
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.running import Running
 from rlix.flow.programs.wiring import Part
@@ -80,6 +82,9 @@ class Answering:
     def acquire(self, lease: Any, weights: Any) -> None:
         self.loaded.append(weights)
 
+    def update_weights(self, weights: Any) -> None:
+        self.loaded.append(weights)
+
     def release(self, lease: Any) -> None: ...
 
     def close(self) -> None: ...
@@ -138,6 +143,18 @@ def test_a_flow_learns_what_the_job_of_the_same_numbers_learns(algorithm: Any, t
     assert any(row["grad_norm"] > 0 for row in rows)
     assert Answering.loaded == [None, 1, 2, 3]  # each step's answers come from what the one before it published
     assert trained.where == ["host", "device"] * 3  # whose place others need
+
+
+def test_who_stays_on_its_devices_answers_by_what_was_published_last() -> None:
+    policy = Policy(rollout={"max_new_tokens": 4, "samples_per_prompt": 2})
+    flow = Flow("apart", [Generate(policy), Train(policy)], 2)
+    first, second = (segment.stages[0] for segment in flow.unmeasured(1).segments)
+    last = replace(second, first=1, parts=(replace(second.parts[0], first=1),))
+    plan = Plan((SegmentPlan((first, last), 2, 0.0),), 2, 2, 0.0, 0.0, resident=True)
+    with Running(flow, POOL[:2], plan=plan) as running:
+        for _ in range(3):
+            running.step(["1>", "2>"])
+    assert Answering.loaded == [None, 1, 2]
 
 
 def test_parts_ask_for_what_they_do() -> None:
