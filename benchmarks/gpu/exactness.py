@@ -47,7 +47,7 @@ def _answers(model: Path, devices: tuple[Device, ...], exact: bool) -> tuple[int
         return [(tuple(one.outputs[0].token_ids), tuple(one.outputs[0].logprobs)) for one in found]
 
     with rlix.InferenceEngine(model, "transformers") as engine:
-        engine.build(devices=devices[:1], max_model_len=128, exact=exact)
+        engine.build(devices=devices[:1], max_model_len=128, exact=exact, kv_cache_bytes=2**30)
         together = some(0, PROMPTS)
         ends = [*range(PROMPTS // 4), *range(PROMPTS // 4, PROMPTS + 1, 6)]
         apart = [one for first, last in pairwise(ends) for one in some(first, last)]

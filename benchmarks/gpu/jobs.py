@@ -70,7 +70,7 @@ def _same(one: _Ended, other: _Ended) -> int:
 def _job(shipped: str, steps: int) -> rlix.JobSpec:
     base = rlix.load_job(shipped).model_dump() | {"steps": steps}
     base["clusters"] = {"actor_train": {"devices": (0,)}, "actor_infer": {"devices": (0,)}}
-    base["rollout"]["executor_options"] = {"exact": True}
+    base["rollout"]["executor_options"] = {"exact": True, "kv_cache_memory_bytes": 2**30}
     return rlix.JobSpec.model_validate(base)
 
 

@@ -169,6 +169,9 @@ def pack_stream(
     tensors: list[torch.Tensor] = []
 
     def filled() -> Bucket:
+        nonlocal buffer
+        if entries[-1].nbytes > buffer.numel() and tensors[0].device != buffer.device:
+            buffer = torch.empty(entries[-1].nbytes, dtype=torch.uint8, pin_memory=buffer.is_pinned())
         bucket = Bucket(_packed(entries, tensors, buffer), tuple(entries))
         entries.clear()
         tensors.clear()
@@ -188,9 +191,9 @@ def pack_stream(
 
 @torch.no_grad()
 def _packed(entries: Sequence[WeightEntry], tensors: list[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
-    """Tensors at their places in `buffer`, or, of a single one, its own bytes where `buffer` is."""
-    if len(tensors) == 1:
-        return to_bytes(tensors[0]).to(buffer.device)
+    """Tensors at their places in `buffer`, or, of a single one that is where `buffer` is, its own bytes."""
+    if len(tensors) == 1 and tensors[0].device == buffer.device:
+        return to_bytes(tensors[0])
     target = buffer[: entries[-1].offset + entries[-1].nbytes]
     runs = runs_of(entries)
     devices = {tensor.device for tensor in tensors}
@@ -198,6 +201,8 @@ def _packed(entries: Sequence[WeightEntry], tensors: list[torch.Tensor], buffer:
         fill(target, runs, [tensor.to(buffer.device) for tensor in tensors])
     elif devices == {buffer.device}:
         fill(target, runs, tensors)
+    elif len(tensors) == 1:
+        target.copy_(to_bytes(tensors[0]))
     else:  # one transfer between devices instead of one for each tensor
         staged = torch.empty_like(target, device=tensors[0].device)
         fill(staged, runs, tensors)
