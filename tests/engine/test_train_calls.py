@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rlix.engine.life_cycle import Residency
 from rlix.engine.residency import ResidentSet
@@ -91,7 +91,7 @@ def test_a_step_that_has_begun_is_a_change_though_no_parameter_shows_it() -> Non
 
     class Asked(torch.optim.AdamW):
         def step(self, *_: Any) -> None:  # type: ignore[override]
-            midway.append(worker.changes())
+            midway.append(worker.changes(1))
             super().step()
 
     midway: list[int] = []
@@ -100,12 +100,13 @@ def test_a_step_that_has_begun_is_a_change_though_no_parameter_shows_it() -> Non
     worker._last = LastCall(worker._module)
     optimizer = Asked(worker._module.parameters(), fused=True)
     worker.ping = lambda: worker._module(torch.ones(2)).backward() or optimizer.step()  # type: ignore[assignment, func-returns-value, method-assign, return-value]
-    worker.do(1, "ping")
+    worker.do(1, 1, "ping")
     assert midway[0]
-    assert worker.changes()
+    assert worker.changes(1)
     worker.ping = lambda: 0  # type: ignore[method-assign]
-    worker.do(2, "ping")
-    assert worker.changes() == 0
+    worker.do(2, 1, "ping")
+    assert worker.changes(1), "another thread still waits for the first call"
+    assert worker.changes(2) == worker.changes(3) == 0
 
 
 def test_state_is_handed_over_beside_what_reads_it_and_not_where_a_pass_begins_meanwhile(
@@ -121,10 +122,10 @@ def test_state_is_handed_over_beside_what_reads_it_and_not_where_a_pass_begins_m
     worker._last, last._count_shards = last, lambda: shards[0]  # type: ignore[method-assign]
     for method in ("save", "save_state", "publish"):
         setattr(worker, method, worker.hand_over)
-        assert worker.do(worker._calls + 1, method, False) is not None
+        assert worker.do(worker._calls + 1, 1, method, None) is not None
     monkeypatch.setattr(checkpoint, "capture", lambda *_, **__: shards.__setitem__(0, 2) or captured)
     with pytest.raises(RlixError, match="a forward pass is not through"):
-        worker.do(worker._calls + 1, "save", False)
+        worker.do(worker._calls + 1, 1, "save", None)
 
 
 def test_looking_at_random_generators_begins_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +137,13 @@ def test_a_call_that_has_changed_no_weights_is_undone_in_random_generators_too()
     last = LastCall(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(last._module.parameters())
     before = random_state()
-    with last.runs(leaves_bytes=True):
+    with last.runs(1, 1, leaves_bytes=True):
         torch.rand(3)
-        assert last.random_state == before != random_state()
+    with last.runs(2, 1, leaves_bytes=True):
+        torch.rand(3)
+        assert last.random_state(1) == before != last.random_state(2) != last.random_state(3) == random_state()
         optimizer.step()
-        assert last.random_state == random_state() != before
+        assert last.random_state(1) == last.random_state(2) == random_state() != before
 
 
 def test_whatever_a_rank_fails_with_is_its_error() -> None:
@@ -171,7 +174,12 @@ def test_an_engine_whose_only_worker_has_ended_says_what_is_lost() -> None:
             return []
 
         def results(self, *_: Any, **__: Any) -> list[Any]:
-            raise WorkerError("rank 0 failed in ping()") from ActorDiedError()
+            raise WorkerError("rank 0 failed in ping()") from ActorUnavailableError("connection reset", None)
+
+        def submit(self, *_: Any, **__: Any) -> list[Any]:
+            died: Future[Any] = Future()
+            died.set_exception(ActorDiedError())
+            return [SimpleNamespace(future=lambda: died)]
 
         def close(self, **_: Any) -> None:
             self.closed = True
@@ -311,7 +319,8 @@ def test_two_threads_that_find_workers_failed_replace_them_once(monkeypatch: pyt
         thread.join(300.0)
     assert evacuations == [old]
     assert engine._group is new
-    assert sorted(said)[0] == ("", "")  # to the other one nothing is lost
+    assert said[0] == said[1]
+    assert "started anew with their weights" in said[0][0]
 
 
 def test_an_engine_is_idle_while_no_call_is_under_way() -> None:

@@ -113,7 +113,7 @@ def test_who_dies_while_it_takes_the_state_takes_nothing_else_with_it(
         call = WorkerGroup.call
 
         def dies(group: WorkerGroup, method: str, *args: Any, **kwargs: Any) -> Any:
-            if "take_over" in args[1:2]:
+            if "take_over" in args[2:3]:
                 ray.kill(group.handles[0])
             return call(group, method, *args, **kwargs)
 

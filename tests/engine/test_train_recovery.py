@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlix.engine.weights import publication
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
 from tests.engine.models import qwen
 from tests.engine.training_models import Several, Swapping, batch, policy
+from tests.waiting import until
 
 pytestmark = [pytest.mark.ray]
 
@@ -136,6 +138,20 @@ def test_what_a_killed_rank_held_comes_from_a_copy(ray_session: Any) -> None:
         assert "weights and optimizer state are lost" in (engine.life.failure or "")
     with TrainEngine(policy()).build(data_parallel_size=4, shard=2, seed=11) as engine:
         assert train(engine, range(4)) == losses
+
+
+def test_a_call_that_changed_weights_is_not_undone_because_its_ranks_have_begun_the_next(
+    ray_session: Any, tmp_path: Path
+) -> None:
+    """Rank 1 dies in one thread's call, which rank 0 has ended: it is in another thread's."""
+    with TrainEngine(policy()).build(data_parallel_size=2, seed=11) as engine, ThreadPoolExecutor(2) as threads:
+        first = threads.submit(engine.change_and_die, 1, str(tmp_path))
+        until((tmp_path / "changed").exists, "the first call did not begin")
+        second = threads.submit(engine.go_on, str(tmp_path))
+        for call in (first, second):
+            with pytest.raises(WorkerError, match=r"weights and optimizer state were dropped\nload_state\(\)"):
+                call.result()
+        assert engine.residency is Residency.META
 
 
 def test_a_rank_in_a_killed_ones_place_draws_what_no_other_rank_draws(ray_session: Any) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from rlix.engine.movers import Mover, SwapMover
 from rlix.engine.train.fsdp2 import Fsdp2Executor
 from rlix.engine.train.layout import Layout
 from tests.engine.models import qwen
+from tests.waiting import until
 
 
 class Policy(rlix.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
@@ -93,6 +95,19 @@ class Policy(rlix.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         self.draw()
+        self.dp_sum(1.0)  # waits for a rank that does not come
+
+    @torch.no_grad()
+    def change_and_die(self, rank: int, folder: str) -> None:
+        """All ranks change their weights; this one dies before it has answered, while others have gone on."""
+        next(self.parameters()).mul_(2.0)
+        Path(folder, "changed").touch()
+        if self.rank == rank:
+            until(Path(folder, "went on").exists, "no rank went on to the next call")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def go_on(self, folder: str) -> None:
+        Path(folder, "went on").touch()
         self.dp_sum(1.0)  # waits for a rank that does not come
 
     def sleep_deaf(self, seconds: int) -> None:

@@ -272,6 +272,11 @@ class WorkerGroup:
         self._processes.pop(rank, None)  # asked again, it is known to be gone
         self._children.pop(rank, None)
 
+    def has_ended(self, rank: int, within_s: float = 0.0) -> bool:
+        """Whether its process is seen to be gone: of a rank on another node that is Ray's to say."""
+        process = self._processes.get(rank)
+        return process is not None and process.wait(time.monotonic() + within_s)
+
     def close(self, timeout_s: float = 10.0, *, graceful: bool = True) -> None:
         """End every worker: `Worker.close()` where it still answers, then kill. Never raises on a worker's account.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import DeviceKind
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 Begun = Mapping[tuple[int, ...], Sequence[int]]
 """By members, how many collectives one rank has begun in each of its process groups."""
 _LIFE_SIGN_S = 5.0  # within which a rank that has ended is known to have
+_PAUSE_S = 0.2  # before one is asked again
 _DRAIN_S = 1.0  # for what a device was given to do before a call failed
 
 
@@ -27,8 +28,8 @@ _DRAIN_S = 1.0  # for what a device was given to do before a call failed
 class Evacuated:
     """Ray's references to what each rank handed over (`Handover`), which the calling process owns; None: it was dead.
 
-    `agree`: no rank, or each as often as the others, has written to its parameters during the last call; none at all
-    where one did not come back from it.
+    `agree`: no rank, or each as often as the others, has written to its parameters during the calls under way; none at
+    all where one did not come back from them.
     """
 
     parts: tuple[Any, ...]
@@ -70,23 +71,24 @@ def settled(group: WorkerGroup, timeout_s: float) -> bool:
     return all(drained for _, drained in standing) and in_step([begun for begun, _ in standing])
 
 
-def evacuate(group: WorkerGroup, settle_s: float, hand_over_s: float, *, copies: bool) -> Evacuated | None:
+def evacuate(group: WorkerGroup, settle_s: float, hand_over_s: float, *, since: int, copies: bool) -> Evacuated | None:
     """Have every rank hand over what it holds, and end it; None when one cannot.
 
-    `copies`: whether every part is held by more than one rank, so that those of dead ones are handed over by others.
+    `since`: the first of the calls that are under way. `copies`: whether every part is held by more than one rank, so
+    that those of dead ones are handed over by others.
 
     A rank that waits for others in a collective comes back when their processes end: so each is ended as soon as it
     has handed over. Of those that do not come back within `settle_s` it is taken while they hang, within `hand_over_s`.
     """
     group.call("abort")
     everyone = range(group.world_size)
-    lost = _dead(group, min(settle_s, _LIFE_SIGN_S))
+    lost = dead(group, settle_s)
     living = [rank for rank in everyone if rank not in lost]
     if lost and not (copies and living):
         return None
-    found = _handed_over(group, living, lost, settle_s, at_once=False)
+    found = _handed_over(group, living, since, lost, settle_s, at_once=False)
     if hanging := [rank for rank in living if rank not in found]:
-        found |= _handed_over(group, hanging, lost, hand_over_s, at_once=True)
+        found |= _handed_over(group, hanging, since, lost, hand_over_s, at_once=True)
     if len(found) < len(living):
         return None
     written = {count for _, count in found.values()}
@@ -94,19 +96,34 @@ def evacuate(group: WorkerGroup, settle_s: float, hand_over_s: float, *, copies:
     return Evacuated(tuple(found[rank][0] if rank in found else None for rank in everyone), agree)
 
 
-def _dead(group: WorkerGroup, timeout_s: float) -> list[int]:
-    futures = [ref.future() for ref in group.submit("ping", ranks=range(group.world_size), at_once=True)]
-    ended, _ = wait(futures, timeout=timeout_s)
-    return [rank for rank, f in enumerate(futures) if f in ended and isinstance(f.exception(), ActorDiedError)]
+def dead(group: WorkerGroup, timeout_s: float) -> list[int]:
+    """Ranks that have ended. One whose connection is lost is asked again, as its host may only be cut off.
+
+    It ends when each of those answers or is known to have ended, at the latest after `timeout_s`; whoever says nothing
+    at all is waited for no longer than a life sign takes.
+    """
+    deadline = time.monotonic() + timeout_s
+    lost, asked = list[int](), list(range(group.world_size))
+    while asked:
+        futures = [ref.future() for ref in group.submit("ping", ranks=asked, at_once=True)]
+        ended, _ = wait(futures, timeout=min(_LIFE_SIGN_S, max(0.0, deadline - time.monotonic())))
+        errors = {rank: f.exception() for rank, f in zip(asked, futures, strict=True) if f in ended}
+        asked = [rank for rank, error in errors.items() if isinstance(error, ActorUnavailableError)]
+        proven = [rank for rank in asked if group.has_ended(rank, _PAUSE_S)]
+        lost += proven + [rank for rank, error in errors.items() if isinstance(error, ActorDiedError)]
+        asked = [rank for rank in asked if rank not in proven]
+        if time.monotonic() >= deadline:
+            break
+    return sorted(lost)
 
 
 def _handed_over(
-    group: WorkerGroup, ranks: Sequence[int], lost: Sequence[int], timeout_s: float, *, at_once: bool
+    group: WorkerGroup, ranks: Sequence[int], since: int, lost: Sequence[int], timeout_s: float, *, at_once: bool
 ) -> dict[int, tuple[Any, int]]:
     """By rank, what those hand over that can, and how often they have written to their parameters; they are ended."""
-    handed = group.submit("hand_over", kwargs={"undo": True, "lost": lost}, ranks=ranks, at_once=at_once)
+    handed = group.submit("hand_over", kwargs={"undo": since, "lost": lost}, ranks=ranks, at_once=at_once)
     parts = dict(zip(ranks, handed, strict=True))
-    changes = group.submit("changes", ranks=ranks, at_once=at_once)  # ends after the former
+    changes = group.submit("changes", (since,), ranks=ranks, at_once=at_once)  # ends after the former
     waiting = {ref.future(): rank for rank, ref in zip(ranks, changes, strict=True)}
     found: dict[int, tuple[Any, int]] = {}
     deadline = time.monotonic() + timeout_s

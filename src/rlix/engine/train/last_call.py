@@ -1,7 +1,8 @@
-"""What the call that a rank runs, or ran last, has changed so far: for when it does not come back, or not well."""
+"""What the calls that a rank runs, or ran last, have changed so far: for when they do not come back, or not well."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,20 +12,36 @@ from rlix.engine.residency import local_tensor
 from rlix.engine.train.random_state import Json, random_state
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """How it was when a call began: parameters had been written to so often, and optimizers begun so many steps."""
+
+    number: int
+    writes: int
+    steps: int
+    random: Json
+
+
 class LastCall:
-    """One call at a time; any other thread may ask about it meanwhile."""
+    """One call at a time; any other thread may ask about it meanwhile.
+
+    Callers in several threads have several calls under way, which a rank runs one after the other: so it is asked what
+    has changed since the first of them.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._versions = 0  # of the parameters, when it began
-        self._steps = 0  # of optimizers, begun since then
+        self._steps = 0  # of optimizers, begun so far
         self._shards: int | None = None  # when the call that runs now began; -1: it may move them
-        self._random = random_state()  # when it began
+        self._begun: tuple[_Begun, ...] = ()
 
     @contextmanager
-    def runs(self, *, leaves_bytes: bool) -> Iterator[None]:
-        """From its beginning to its end. `leaves_bytes`: where they are, or it says otherwise."""
-        self._versions, self._steps, self._random = self._written(), 0, random_state()
+    def runs(self, number: int, first: int, *, leaves_bytes: bool) -> Iterator[None]:
+        """From its beginning to its end. `first`: of the calls that are under way; who made those before knows how they
+        ended. `leaves_bytes`: where they are, or it says otherwise.
+        """
+        kept = tuple(call for call in self._begun if call.number >= first)
+        self._begun = (*kept, _Begun(number, self._written(), self._steps, random_state()))
         self._shards = self._count_shards() if leaves_bytes else -1
         hook = register_optimizer_step_pre_hook(self._step_begins)
         try:
@@ -33,18 +50,22 @@ class LastCall:
             hook.remove()
             self._shards = None
 
-    @property
-    def changes(self) -> int:
-        """How often the parameters were written to since it began, and optimizers began a step.
+    def changes(self, since: int) -> int:
+        """How often parameters were written to, and optimizers began a step, in the call `since` and those after it.
 
         A step changes more than parameters, and before them; and kernels of fused ones do not count what they write.
         """
-        return self._written() - self._versions + self._steps
+        begun = self._from(since)
+        return 0 if begun is None else self._written() - begun.writes + self._steps - begun.steps
 
-    @property
-    def random_state(self) -> Json:
-        """As it found it, while it has changed nothing that goes on from there; else as it is now."""
-        return random_state() if self.changes else self._random
+    def random_state(self, since: int) -> Json:
+        """As that call found it, while nothing has changed that goes on from there; else as it is now."""
+        begun = self._from(since)
+        return random_state() if begun is None or self.changes(since) else begun.random
+
+    def _from(self, since: int) -> _Begun | None:
+        """None: this rank has not come so far."""
+        return next((call for call in self._begun if call.number >= since), None)
 
     @property
     def leaves_shards(self) -> bool:

@@ -3,18 +3,18 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ray.exceptions import ActorDiedError
+from ray.exceptions import RayActorError
 
 from rlix.engine import placement
 from rlix.engine.base import Engine, plainly
 from rlix.engine.life_cycle import Residency, training
 from rlix.engine.train.arguments import for_ranks
-from rlix.engine.train.evacuation import evacuate, settled
+from rlix.engine.train.evacuation import dead, evacuate, settled
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.layout import Layout
 from rlix.engine.train.materialize import ModuleSpec
@@ -50,6 +50,15 @@ class StartedAs:
     name_holders: Callable[[Mapping[int, Process]], object] | None
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """Of all ranks, of whose outcome its caller does not know yet. Without a number it was not sent."""
+
+    group: WorkerGroup
+    number: int = 0
+    refs: Sequence[Any] = ()
+
+
 class TrainWorkers(Engine):
     """The part of a `TrainEngine` that knows its workers."""
 
@@ -66,8 +75,10 @@ class TrainWorkers(Engine):
         self._built = 0  # how often workers were started
         self._replacing = threading.RLock()  # held while others take the workers' place: calls wait for these
         self._calls = 0  # of these workers
+        self._open: list[_Call] = []  # the first one first
         self._dispatch = threading.Lock()  # calls of two threads reach all ranks in one order
         self._under_way, self._last_ended = 0, time.monotonic()  # calls
+        self._outcome: tuple[WorkerGroup, tuple[str, str]] | None = None  # of the last recovery, for all its calls
         self._configured: list[tuple[str, tuple[Any, ...], Mapping[str, Any]]] = []
 
     @property
@@ -168,7 +179,7 @@ class TrainWorkers(Engine):
         """From now on these are its workers, which are filled and have been called so often."""
         with self._replacing:  # a thread that recovers others ends what is there if it cannot
             self._group, self.devices, self._layout = group, devices, layout
-            self._calls = calls
+            self._calls, self._open = calls, []
             placement.occupy(self, devices)
             self._moved(Residency.DEVICE)
             self._hold(lease)
@@ -192,11 +203,11 @@ class TrainWorkers(Engine):
         try:
             for name, args, kwargs in self._configured:
                 given, calls = for_ranks(layout, args, kwargs), calls + 1
-                called = group.call("do", calls, "call", name, given.args, given.kwargs, epoch, True)
+                called = group.call("do", calls, calls, "call", name, given.args, given.kwargs, epoch, True)
                 group.results(name, called, timeout_s=timeout_s)
             if parts:
                 calls += 1
-                group.results("take_over", group.call("do", calls, "take_over", parts), timeout_s=timeout_s)
+                group.results("take_over", group.call("do", calls, calls, "take_over", parts), timeout_s=timeout_s)
             self._check_goes_on(before)
         except BaseException as error:  # re-raised
             group.close(graceful=False)
@@ -220,7 +231,7 @@ class TrainWorkers(Engine):
         self, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None, *, back: bool
     ) -> None:
         old, before = self._workers(), (self.devices, self._layout)
-        parts = old.call("hand_over", undo=False)
+        parts = old.call("hand_over")
         old.results("hand_over", parts, timeout_s=self._timeout_s)
         self._run("to_host", timeout_s=self._timeout_s)
         self._moved(Residency.HOST)
@@ -282,57 +293,73 @@ class TrainWorkers(Engine):
                 self._under_way -= 1
 
     def _ran(self, method: str, *args: Any, timeout_s: float, split_for: Layout | None = None) -> list[Any]:
-        group = self._workers()
+        call = _Call(self._workers())
         name = f"{args[0]}" if method == "call" else method
         try:
-            group, refs = self._send(method, *args, split_for=split_for)
-        except BaseException as error:  # re-raised; an argument cannot be sent, and some ranks may have got theirs
-            lost, fix = self._recover(group, name)
-            _note(error, lost, fix)
-            raise
+            try:
+                self._send(call, method, *args, split_for=split_for)
+            except BaseException as error:  # re-raised; an argument cannot be sent, and some ranks may have got theirs
+                if call.number:
+                    _note(error, *self._recover(call.group, name))
+                raise
+            return self._answered(call, name, timeout_s)
+        finally:
+            with self._dispatch:
+                if call in self._open:
+                    self._open.remove(call)
+
+    def _answered(self, call: _Call, name: str, timeout_s: float) -> list[Any]:
         try:
-            return group.results(name, refs, timeout_s=timeout_s)
+            return call.group.results(name, call.refs, timeout_s=timeout_s)
         except WorkerError as error:
-            lost, fix = self._recover(group, name, dead=isinstance(error.__cause__, ActorDiedError))
+            lost, fix = self._recover(call.group, name, gone=isinstance(error.__cause__, RayActorError))
             own = plainly(error)
             if lost:
                 own.args = (f"{own}; {lost}",)
             _note(own, fix)
             raise own from error.__cause__
         except WaitTimeoutError as error:
-            lost, fix = self._recover(group, name, late=True)
+            lost, fix = self._recover(call.group, name, late=True)
             if lost:
                 error.args = (f"{error}; {lost}",)
             _note(error, fix)
             raise
 
-    def _send(self, method: str, *args: Any, split_for: Layout | None) -> tuple[WorkerGroup, list[Any]]:
+    def _send(self, call: _Call, method: str, *args: Any, split_for: Layout | None) -> None:
         """Call all ranks, as they are numbered; those that others take the place of, once these have the state."""
         with self._replacing, self._dispatch:
-            group = self._workers()
+            call.group = group = self._workers()
             if split_for not in (None, self._layout):
                 raise RlixError(
                     f"{self.name} got ranks laid out otherwise while a call's arguments were divided among those it "
                     "had; no rank was called: call it again"
                 )
             self._calls += 1
+            call.number = self._calls
+            self._open.append(call)
             try:
-                return group, group.call("do", self._calls, method, *args)
+                call.refs = group.call("do", call.number, self._open[0].number, method, *args)
             except BaseException:  # re-raised; what some ranks did not get is no call that they missed
-                group.call("skip", self._calls)
+                group.call("skip", call.number)
                 raise
 
-    def _recover(self, group: WorkerGroup, method: str, *, dead: bool = False, late: bool = False) -> tuple[str, str]:
+    def _recover(self, group: WorkerGroup, method: str, *, gone: bool = False, late: bool = False) -> tuple[str, str]:
         """After a call that did not end well: make sure that the next one meets no collective of this one.
 
         Returns what is lost, if anything, and what who holds the engine can do then, which is a note of the error: who
-        runs a job has other ways. `dead`: a rank has ended; `late`: one has not ended the call in time.
+        runs a job has other ways. `gone`: a rank has ended, or cannot be reached; `late`: one has not ended the call in
+        time.
         """
         with self._replacing:  # two threads may have found the same workers failed
-            return self._recovered(group, method, dead=dead, late=late)
+            if self._outcome is not None and self._outcome[0] is group:
+                return self._outcome[1]
+            found = self._recovered(group, method, gone=gone, late=late)
+            if group is not self._group:
+                self._outcome = group, found
+            return found
 
-    def _recovered(self, group: WorkerGroup, method: str, *, dead: bool, late: bool) -> tuple[str, str]:
-        if dead and group is self._group and group.world_size == 1:
+    def _recovered(self, group: WorkerGroup, method: str, *, gone: bool, late: bool) -> tuple[str, str]:
+        if gone and group is self._group and group.world_size == 1 and dead(group, SETTLE_TIMEOUT_S):
             return self._give_up("its only worker has ended, and its state is lost")
         alone = group.world_size == 1 and not late
         if group is not self._group or alone or settled(group, GRACE_S):
@@ -340,7 +367,9 @@ class TrainWorkers(Engine):
         logger.warning("%s: not all ranks came back from %s(): starting its workers anew", self.name, method)
         devices, layout, lease = self.devices, self._layout, self._lease
         residency = self._life.residency  # as far as is known: who would be asked is being ended
-        state = evacuate(group, SETTLE_TIMEOUT_S, HAND_OVER_TIMEOUT_S, copies=layout.world > layout.copy)
+        since = self._open[0].number if self._open else self._calls  # other threads do not know the outcome of theirs
+        copies = layout.world > layout.copy
+        state = evacuate(group, SETTLE_TIMEOUT_S, HAND_OVER_TIMEOUT_S, since=since, copies=copies)
         if state is None:
             return self._give_up(
                 "not all ranks came back from it or told what they hold, so the workers were ended: weights and "

@@ -135,15 +135,18 @@ class TrainWorker(Worker):
         self.to_meta()
         del self._module, self._last, self._resident
 
-    def do(self, number: int, method: str, *args: Any) -> Any:
-        """Run a method of this class as the `number`th call of the engine, which all ranks must get alike."""
+    def do(self, number: int, first: int, method: str, *args: Any) -> Any:
+        """Run a method of this class as the `number`th call of the engine, which all ranks must get alike.
+
+        `first`: of those that are under way.
+        """
         self._calls += 1
         if number != self._calls:
             raise RlixError(
                 f"{self.ctx.group}: rank {self.ctx.rank} got call {number} ({method}) after {self._calls - 1} calls: "
                 "its collectives would meet those of another call"
             )
-        with self._last.runs(leaves_bytes=method in _LEAVES_BYTES):
+        with self._last.runs(number, first, leaves_bytes=method in _LEAVES_BYTES):
             return getattr(self, method)(*args)
 
     def skip(self, number: int) -> None:
@@ -324,11 +327,11 @@ class TrainWorker(Worker):
 
     # ---- to other ranks ----------------------------------------------------------------------------------------
 
-    def hand_over(self, undo: bool, lost: Collection[int] = ()) -> Handover | None:
+    def hand_over(self, undo: int | None = None, lost: Collection[int] = ()) -> Handover | None:
         """This rank's part of the training state, wherever its bytes are; asks nothing of the other ranks.
 
-        `undo`: where the last call has changed no weights, random generators are as it found them. `lost`: ranks whose
-        parts others hand over that hold copies of them.
+        `undo`: where this call, and those after it, have changed no weights, random generators are as it found them.
+        `lost`: ranks whose parts others hand over that hold copies of them.
 
         Raises RlixError beside a move, or a forward pass, which has gathered what is not handed over.
         """
@@ -340,12 +343,12 @@ class TrainWorker(Worker):
             if not self._last.leaves_shards:
                 raise RlixError("a move or a forward pass is not through")
             buckets, manifest = pack(snapshot.tensors, self.ctx.rank, lost)
-        random = json.dumps(self._last.random_state) if undo else snapshot.random_state
+        random = snapshot.random_state if undo is None else json.dumps(self._last.random_state(undo))
         return Handover(buckets, manifest, snapshot.shared, random)
 
-    def changes(self) -> int:
-        """How often this rank's last call has changed weights or optimizers."""
-        return self._last.changes
+    def changes(self, since: int) -> int:
+        """How often this rank has changed weights or optimizers in the call `since`, and those after it."""
+        return self._last.changes(since)
 
     def take_over(self, given: Sequence[Any]) -> TrainStatus:
         """Take the state that other ranks handed over, given as Ray's references by rank; None of one that was lost.
