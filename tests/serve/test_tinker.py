@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -23,6 +24,7 @@ from rlix.serve.tinker.app import Results
 from rlix.serve.tinker.records import Operation
 from rlix.serve.tinker.settings import ServerSettings, load_settings
 from rlix.serve.tinker.wire import read_pass
+from tests.pipeline import own_backends
 from tests.serve.tinker_world import KEYS, WAIT_S, Client, Server, datum, log_probs_of, loss_of, samples_of, tokens_of
 
 DATA = [datum([1, 4, 5, 6, 2]), datum([1, 9, 8, 7, 6, 5, 2])]
@@ -866,6 +868,24 @@ def test_a_folder_that_is_not_there_is_said_before_anything_is_loaded(tmp_path: 
     (path := tmp_path / "server.yaml").write_text("models: {mine: {path: ./nosuch}}\n")
     with pytest.raises(SpecError, match=r"server\.yaml: models\.mine\.path: .*/nosuch: no such folder"):
         load_settings(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("executor: sglang", r"models\.mine\.executor: must be transformers, vllm, file\.py:name or"),
+        ("executor: own_backends.py:Nobody", r"models\.mine\.executor: .*own_backends\.py.* has no 'Nobody'"),
+        ("executor: own_backends.py:Generates", r"models\.mine\.executor_options\.seen: is missing"),
+        ("executor_options: {exat: true}", r"models\.mine\.executor_options\.exat: unknown key; did you mean 'exact'"),
+        ("training_executor: own_backends.py:Generates", r"models\.mine\.training_executor: .* not a subclass of"),
+    ],
+)
+def test_a_backend_that_is_none_is_said_before_anything_is_loaded(tmp_path: Path, given: str, message: str) -> None:
+    shutil.copy(own_backends.__file__, tmp_path)
+    (path := tmp_path / "server.yaml").write_text(f"models:\n  mine: {{{given}}}\n")
+    with pytest.raises(SpecError, match=message) as told:
+        load_settings(path)
+    assert "\n" not in str(told.value)
 
 
 def test_who_waits_for_a_result_is_answered_when_the_server_ends() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import yaml
 
 from rlix.pipeline.requests.served import ServedModel, start_served
 from rlix.protocol.messages import LeaseState
 from rlix.serve.tinker.server import serving
-from rlix.serve.tinker.settings import ServerSettings
+from rlix.serve.tinker.settings import load_settings
 from rlix.workers import prefork
 from rlix.workers.worker import WORKER_ENVIRONMENT
 from tests.serve.tinker_world import KEYS, Client, datum, log_probs_of, loss_of, samples_of, tiny
@@ -22,6 +23,28 @@ from tests.serve.tinker_world import KEYS, Client, datum, log_probs_of, loss_of,
 pytestmark = [pytest.mark.ray]
 
 DATA = [datum([1, 4, 5, 6, 2]), datum([1, 9, 8, 7, 6, 5, 2])]
+
+
+OWN = """
+from pathlib import Path
+
+from rlix.engine.executors.transformers import TransformersExecutor
+from rlix.engine.train.fsdp2 import Fsdp2Executor
+
+HERE = Path({folder!r})
+
+
+class Generates(TransformersExecutor):
+    def __init__(self, *args):
+        (HERE / "generates").touch()
+        super().__init__(*args)
+
+
+class Trains(Fsdp2Executor):
+    def __init__(self, *args):
+        (HERE / "trains").touch()
+        super().__init__(*args)
+"""
 
 
 @pytest.fixture
@@ -34,15 +57,20 @@ def served(ray_session: Any, tmp_path: Path) -> Iterator[tuple[str, ServedModel]
         return pipeline
 
     prefork.warm(WORKER_ENVIRONMENT)
-    model = {"path": str(tiny(tmp_path / "model")), "gpus": 2, "full": 1}
-    settings = ServerSettings.model_validate({"models": {"tiny": model}, "keys": KEYS, "state_every": 2})
+    (tmp_path / "own.py").write_text(OWN.format(folder=str(tmp_path)))
+    own = {"executor": "own.py:Generates", "training_executor": "own.py:Trains"}
+    model = {"path": str(tiny(tmp_path / "model")), "gpus": 2, "full": 1, **own}
+    given = {"models": {"tiny": model}, "keys": KEYS, "state_every": 2}
+    (tmp_path / "server.yaml").write_text(yaml.safe_dump(given))
+    settings = load_settings(tmp_path / "server.yaml")
     with serving(settings, tmp_path, start) as server:
         yield server.url, made.get(timeout=300)
 
 
 def test_losses_survive_a_worker_and_replicas_answer_as_the_trainer_does(
-    served: tuple[str, ServedModel], ray_session: Any
+    served: tuple[str, ServedModel], ray_session: Any, tmp_path: Path
 ) -> None:
+    """With generation and training of the operator's own."""
     url, pipeline = served
     with httpx.Client(base_url=url, timeout=300.0) as http:
         disturbed, undisturbed = Client(http, KEYS["alice"]), Client(http, KEYS["bob"])
@@ -66,6 +94,8 @@ def test_losses_survive_a_worker_and_replicas_answer_as_the_trainer_does(
         assert losses[-1] < losses[0]
         for client in (disturbed, whole):
             samples_as_it_was_trained(client)
+    assert (tmp_path / "generates").exists()
+    assert (tmp_path / "trains").exists()
 
 
 def samples_as_it_was_trained(client: Client) -> None:

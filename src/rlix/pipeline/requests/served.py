@@ -213,7 +213,7 @@ def served_job(
     rollout: Mapping[str, Any] | None,
     clusters: Mapping[str, Any],
     options: Mapping[str, Any],
-    micro_batch_tokens: int,
+    training: Mapping[str, Any],
     seed: int,
 ) -> JobSpec:
     """A served model as a job. `rollout`: None where nothing is sampled."""
@@ -224,7 +224,7 @@ def served_job(
         "pipeline": {"name": f"{pipeline.__module__}:{pipeline.__name__}", "options": dict(options)},
         "model": dict(model),
         "rollout": {"max_new_tokens": 1, **(rollout or {})},
-        "training": {"micro_batch_tokens": micro_batch_tokens},
+        "training": dict(training),
         "clusters": dict(clusters),
     }
     if pipeline.on_adapters:

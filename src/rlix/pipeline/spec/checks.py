@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rlix.pipeline.spec.algorithm import ALGORITHMS
 from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
 from rlix.pipeline.spec.evaluation import EvaluationSetSpec
-from rlix.pipeline.spec.executor import EXECUTORS, TRAINERS, executor_problems
+from rlix.pipeline.spec.executor import executor_problems, name_problems
 from rlix.pipeline.spec.lora import MULTI_LORA, unknown_targets
 from rlix.pipeline.spec.named import Shipped, option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
@@ -26,8 +26,7 @@ def _names(spec: Sections) -> Iterator[Problem]:
     source = spec.source
     yield from unknown_name("algorithm.name", spec.algorithm.name, ALGORITHMS)
     yield from unknown_name("schedule.name", spec.schedule.name, SCHEDULES)
-    yield from unknown_name("rollout.executor", spec.rollout.executor, EXECUTORS)
-    yield from unknown_name("training.executor", spec.training.executor, TRAINERS)
+    yield from name_problems(spec.rollout.executor, spec.training.executor)
     if source.task:
         yield from unknown_name("source.task.name", source.task.name, TASKS)
     if source.environment:

@@ -51,17 +51,7 @@ def environment_problems(spec: Sections) -> Iterator[Problem]:
     for field, named in (("pipeline", spec.pipeline), ("algorithm", spec.algorithm), ("schedule", spec.schedule)):
         if named is not None and is_own(named.name):
             yield from _own(field, named.name, named.options)
-    if spec.rollout.executor == "vllm" and find_spec("vllm") is None:
-        yield Problem(
-            "rollout.executor", "vllm is not installed; run 'pip install rlix[vllm]', or use 'executor: transformers'"
-        )
-    for field, name, options in (
-        ("rollout.executor", spec.rollout.executor, own_options(spec.rollout.executor_options)),
-        ("training.executor", spec.training.executor, {}),
-    ):
-        for problem in _own(field, name, options) if is_own(name) else ():
-            where = problem.field.removesuffix(".name").replace(".options", "_options")
-            yield Problem(where, problem.message)
+    yield from backend_problems(spec.rollout.executor, spec.rollout.executor_options, spec.training.executor)
     yield from _loggers(spec.logging)
     if spec.lora is not None and spec.lora.path is not None:
         yield from _adapter(Path(spec.lora.path))
@@ -69,6 +59,21 @@ def environment_problems(spec: Sections) -> Iterator[Problem]:
         for problem in environment_problems(run_of(spec, name, run)):
             if problem.field.split(".")[0] in run.model_fields_set:  # else it is the job's, and said
                 yield Problem(f"runs.{name}.{problem.field}", problem.message)
+
+
+def backend_problems(executor: str, options: dict[str, Any], trainer: str) -> Iterator[Problem]:
+    """Whether the backends of generation and training are there, and what is wrong with those of the user's own."""
+    if executor == "vllm" and find_spec("vllm") is None:
+        yield Problem(
+            "rollout.executor", "vllm is not installed; run 'pip install rlix[vllm]', or use 'executor: transformers'"
+        )
+    for field, name, given in (
+        ("rollout.executor", executor, own_options(options)),
+        ("training.executor", trainer, {}),
+    ):
+        for problem in _own(field, name, given) if is_own(name) else ():
+            where = problem.field.removesuffix(".name").replace(".options", "_options")
+            yield Problem(where, problem.message)
 
 
 def device_problems(spec: Sections, *, virtual: bool) -> Iterator[Problem]:

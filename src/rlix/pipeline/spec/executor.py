@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from rlix.engine.executors import vllm_options
-from rlix.pipeline.spec.named import Shipped, option_problems, parse_options
+from rlix.pipeline.spec.named import Shipped, option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.section import Count, Section, Share
 from rlix.protocol.spec_file import Problem
 
@@ -57,11 +57,17 @@ class OwnOptions(_Options):
 
 
 EXECUTORS: dict[str, type[_Options]] = {"transformers": TransformersOptions, "vllm": VllmOptions}
-TRAINERS = ("fsdp2",)
+_TRAINERS = ("fsdp2",)
 
 
 def _owner(executor: str) -> Shipped:
     return Shipped(EXECUTORS.get(executor, OwnOptions))
+
+
+def name_problems(executor: str, trainer: str) -> Iterator[Problem]:
+    """Backends of generation and training that neither ship nor can be the user's own."""
+    yield from unknown_name("rollout.executor", executor, EXECUTORS)
+    yield from unknown_name("training.executor", trainer, _TRAINERS)
 
 
 def executor_problems(executor: str, options: dict[str, Any], longest_answer: int) -> Iterator[Problem]:

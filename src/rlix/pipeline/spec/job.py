@@ -299,7 +299,7 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
             data["model"] = {**model, "path": str(path)}
     for section in ("source", "schedule", "algorithm", "pipeline", "rollout", "training"):
         if section in data:
-            data[section] = _with_files(data[section], base)
+            data[section] = with_files(data[section], base)
     if isinstance(runs := data.get("runs"), dict):
         data["runs"] = {name: _anchored(run, base) if isinstance(run, dict) else run for name, run in runs.items()}
     if isinstance(lora := data.get("lora"), dict) and isinstance(lora.get("path"), str):
@@ -322,16 +322,16 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
     return data
 
 
-def _with_files(value: Any, base: Path, *, everywhere: bool = False) -> Any:
+def with_files(value: Any, base: Path, *, everywhere: bool = False) -> Any:
     """Names of the form `file.py:name` with the whole path of the file: where something is named, and in options."""
     if isinstance(value, str):
         file, colon, name = value.rpartition(":")
         return f"{_absolute(base, file)}:{name}" if colon and file.endswith(".py") else value
     if isinstance(value, list):
-        return [_with_files(item, base, everywhere=everywhere) for item in value]
+        return [with_files(item, base, everywhere=everywhere) for item in value]
     if isinstance(value, dict):
         return {
-            key: _with_files(item, base, everywhere=everywhere or key == "options")
+            key: with_files(item, base, everywhere=everywhere or key == "options")
             if everywhere or key in _NAMING
             else item
             for key, item in value.items()

@@ -239,7 +239,7 @@ def _job(
         rollout=rollout if samples else None,
         clusters={"actor_train": {"gpus": offered.gpus}, "actor_infer": {"tensor_parallel": offered.tensor_parallel}},
         options=options or {},
-        micro_batch_tokens=offered.micro_batch_tokens,
+        training={"micro_batch_tokens": offered.micro_batch_tokens, "executor": offered.training_executor},
         seed=offered.seed,
     )
 

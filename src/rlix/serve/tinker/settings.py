@@ -2,13 +2,16 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from rlix.pipeline.spec.environment import backend_problems
+from rlix.pipeline.spec.executor import executor_problems, name_problems
+from rlix.pipeline.spec.job import with_files
 from rlix.pipeline.spec.section import Count, Positive, Seconds, Section, Seed
 from rlix.protocol.errors import SpecError
 from rlix.protocol.spec_file import problems_of, read_yaml
@@ -43,10 +46,12 @@ class OfferedModel(Section):
     """Devices that train it together, for as long as an operation takes."""
     tensor_parallel: Count = 1
     """Devices of a replica that samples."""
-    executor: Literal["transformers", "vllm"] = "transformers"
-    """Of replicas, like the two that follow: as in a job's `rollout`."""
+    executor: str = "transformers"
+    """Of replicas, like the two that follow: as in a job's `rollout`; a file of your own is relative to this one."""
     executor_options: dict[str, Any] = Field(default_factory=dict)
     max_num_seqs: Count = 64
+    training_executor: str = "fsdp2"
+    """As a job's `training.executor`."""
     adapters: Count = 16
     """Most adapters that replicas hold at a time; those sampled longest ago make room."""
     full: Annotated[int, Field(ge=0)] = 0
@@ -132,6 +137,9 @@ def load_settings(path: Path) -> ServerSettings:
     for model in (data.get("models") or {}).values() if isinstance(data.get("models"), dict) else ():
         if isinstance(model, dict) and isinstance(given := model.get("path"), str) and given.startswith((".", "~")):
             model["path"] = str((path.parent / Path(given).expanduser()).resolve())
+        for backend in ("executor", "training_executor"):
+            if isinstance(model, dict) and backend in model:
+                model[backend] = with_files(model[backend], path.parent)
     try:
         settings = ServerSettings.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
@@ -139,4 +147,15 @@ def load_settings(path: Path) -> ServerSettings:
     for name, model in settings.models.items():
         if model.path is not None and Path(model.path).is_absolute() and not Path(model.path).is_dir():
             raise SpecError(f"{path}: models.{name}.path: {model.path}: no such folder")
+        if wrong := [f"{path}: models.{name}.{problem}" for problem in _backend_problems(model)]:
+            raise SpecError("\n".join(wrong))
     return settings
+
+
+def _backend_problems(model: OfferedModel) -> Iterator[str]:
+    """What a job would be told of them."""
+    executor, options, trainer = model.executor, model.executor_options, model.training_executor
+    problems = [*name_problems(executor, trainer), *executor_problems(executor, options, longest_answer=1)]
+    for problem in problems or backend_problems(executor, options, trainer):
+        field = problem.field.removeprefix("rollout.").replace("training.", "training_")
+        yield f"{field}: {problem.message}"
