@@ -123,7 +123,9 @@ def test_one_rank_alone_that_hangs_is_started_anew_and_ended_where_it_does_not_e
 
 def test_what_a_killed_rank_held_comes_from_a_copy(ray_session: Any) -> None:
     """Also where it was the first of those that hold it; a state of which nobody else holds a part is lost."""
-    with TrainEngine(policy()).build(data_parallel_size=4, shard=2, seed=11) as engine:
+    copies = {"data_parallel_size": 4, "shard": 2, "seed": 11}
+    with TrainEngine(policy()).build(**copies, collective_timeout_s=77.0) as engine:
+        assert engine.time_limits() == [{77.0}] * 4
         losses = train(engine, range(2))
         expected = engine.state_dict()
         for killed in (0, 3):
@@ -136,7 +138,7 @@ def test_what_a_killed_rank_held_comes_from_a_copy(ray_session: Any) -> None:
         with pytest.raises(WorkerError, match=r"weights and optimizer state are lost\nbuild\(\)"):
             engine.die(1)
         assert "weights and optimizer state are lost" in (engine.life.failure or "")
-    with TrainEngine(policy()).build(data_parallel_size=4, shard=2, seed=11) as engine:
+    with TrainEngine(policy()).build(**copies) as engine:
         assert train(engine, range(4)) == losses
 
 

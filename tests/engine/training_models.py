@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import Qwen2ForCausalLM
 
 import rlix.nn
@@ -64,6 +65,12 @@ class Policy(rlix.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
         of = self.context.groups
         sizes = (1 if group is None else group.size() for group in (of.world, of.data, of.tensor))
         return self.dp_rank, self.dp_size, *sizes
+
+    @rlix.nn.returns("all")
+    def time_limits(self) -> set[float]:
+        """Of collectives, in each of this rank's process groups."""
+        backends = (group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map)
+        return {backend.options._timeout.total_seconds() for backend in backends}
 
     def numbers(self) -> Iterator[int]:
         yield from range(3)

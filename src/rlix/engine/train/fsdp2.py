@@ -1,12 +1,14 @@
 """The backend "fsdp2": PyTorch's fully sharded data parallelism, with copies of the shards if wanted (HSDP)."""
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlix.engine.train import sequence
@@ -35,6 +37,7 @@ class Fsdp2Executor(TrainExecutor):
         return Layout(data=asked.data * asked.tensor, shard=asked.tensor, sequence=asked.sequence)
 
     def connect(self, spec: ModuleSpec, timeout_s: float) -> ProcessGroups:
+        self._timeout_s = timeout_s
         if self.layout.world > 1:
             return super().connect(spec, timeout_s)
         if spec.computes_as_stored:
@@ -67,7 +70,10 @@ class Fsdp2Executor(TrainExecutor):
         width, ranks = self.layout.shard, self.layout.world
         if width == ranks:
             return init_device_mesh(self.device.type, (ranks,), mesh_dim_names=("shard",))
-        return init_device_mesh(self.device.type, (ranks // width, width), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(self.device.type, (ranks // width, width), mesh_dim_names=("replicate", "shard"))
+        for group in mesh.get_all_groups():  # whose limit of time would be torch's own
+            _set_pg_timeout(timedelta(seconds=self._timeout_s), group)
+        return mesh
 
 
 def fsdp_modules(module: nn.Module) -> Iterable[FSDPModule]:
