@@ -62,7 +62,7 @@ mount -t tmpfs -o mode=1777 tmpfs /tmp && mount -t tmpfs -o mode=1777,size=2g tm
     def command(self, *arguments: str, env: Mapping[str, str]) -> list[str]:
         """What to start here, so that it runs on this host with these variables and few others."""
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-        base = {"PATH": path, "HOME": str(OWN), "LANG": "C.UTF-8", "PYTHONPATH": str(_REPOSITORY)}
+        base = {"PATH": path, "HOME": str(OWN), "LANG": "C.UTF-8", "PYTHONPATH": f"{_REPOSITORY / 'src'}:{_REPOSITORY}"}
         variables = [f"{name}={value}" for name, value in {**base, **env}.items()]
         inside = shlex.join(["env", "-i", *variables, *arguments])
         into = ["nsenter", "-t", str(self.pid), "-n", "-m", "-p", "-u", "-i"]
@@ -149,12 +149,12 @@ class Hosts:
         with output.open("wb") as file:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
 
-    def start_ray(self, number: int, *, gpus: int) -> None:
+    def start_ray(self, number: int, *more: str, gpus: int) -> None:
         """A node of Ray with virtual GPUs; the first host's is the head."""
         head = ["--head", "--port=6379", "--include-dashboard=false"]
         where = head if number == 1 else [f"--address={self[1].address}:6379"]
         size = [f"--num-gpus={gpus}", "--num-cpus=8", "--resources", '{"rlix_virtual": 1}']
-        command = "ray", "start", *where, *size, "--object-store-memory=150000000", "--disable-usage-stats"
+        command = "ray", "start", *where, *size, *more, "--object-store-memory=150000000", "--disable-usage-stats"
         for tries_left in reversed(range(START_TRIES)):
             try:
                 self.run(number, *command)

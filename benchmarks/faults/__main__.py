@@ -1,9 +1,12 @@
 """Inject faults into a pool of working jobs, and see whether anything was granted twice, leaked, lost or doubled.
 
     PYTHONPATH=src python -m benchmarks.faults [--count 200] [--seed 0] [--json FILE] [--only WORD] [--no-training]
-        [--pairs] [--minutes M]
+        [--pairs] [--minutes M] [--hosts]
 
     PYTHONPATH=src python -m benchmarks.faults --virtual 1000 [--seed 0] [--only WORD]
+
+With `--hosts` the pool is three hosts (network namespaces: that takes root, iproute2 and nftables), and of every two
+faults one is a host's, or the network's.
 
 The second form lives so many lives of a pool on a virtual clock, in each of which two or three faults overlap.
 
@@ -28,17 +31,18 @@ from pathlib import Path
 
 import ray
 
-from benchmarks.faults import injectors, training
+from benchmarks.faults import cluster, injectors, network, training
 from benchmarks.faults.calls import WRONG, harm_of, wrong_call
-from benchmarks.faults.campaign import RECOVERY_S, Campaign, until
+from benchmarks.faults.campaign import RECOVERY_S, Campaign, Waits, until
 from benchmarks.faults.light import JOBS, LightJobs, work_of
+from benchmarks.faults.network import HOSTS, jobs_on
+from benchmarks.faults.on_host import OVER, jobs_of
 from benchmarks.faults.pool import Pool, actor
 from benchmarks.faults.table import Fault, table
 from benchmarks.faults.virtual.campaign import campaign as virtual
 from benchmarks.faults.watcher import Watcher
 from benchmarks.faults.worker import Witness
 from rlix.control.client import JobClient
-from rlix.node.device_lock import holder
 from rlix.protocol.errors import RlixError
 from rlix.protocol.types import (
     ORCHESTRATOR_ACTOR_NAME,
@@ -56,6 +60,16 @@ SETTINGS = {
     "quarantine_retry_s": 1.0,
 }
 TRAINING_SHARE = 0.1
+START_S = 180.0
+GOALS = (
+    "double grants",
+    "leaks",
+    "taken for a stranger's word",
+    "ended without a fault",
+    "waits not explained",
+    "wrong rounds",
+    "wrong metrics",
+)
 ALONE = {"full disk", "node killed"}  # one of each at a time
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 ACTORS = {
@@ -85,6 +99,31 @@ def kinds() -> dict[str, tuple[int, Injector]]:
     found["full disk"] = (3, injectors.full_disk)
     found["node killed"] = (2, injectors.node)
     return found
+
+
+def host_kinds() -> dict[str, tuple[int, Injector]]:
+    """What happens to hosts and between them, with its share."""
+    return {
+        "host cut off for 5 s": (4, partial(cluster.cut, seconds=5.0)),
+        "head cut off for 5 s": (2, partial(cluster.cut, seconds=5.0, head=True)),
+        "host cut off for 30 s": (2, partial(cluster.lost, seconds=30.0)),
+        "host lost for ever": (2, partial(cluster.lost, seconds=None)),
+        "two hosts apart": (2, partial(cluster.between, seconds=10.0, lossy=False)),
+        "packets lost": (2, partial(cluster.between, seconds=10.0, lossy=True)),
+        "host drained": (3, cluster.drained),
+    }
+
+
+def plan_of_hosts(count: int, rng: random.Random, only: str) -> list[tuple[str, Injector]]:
+    """Of every two one that happens to a host, or between hosts."""
+    hosts = {name: kind for name, kind in host_kinds().items() if only in name} or host_kinds()
+    others = {name: kind for name, kind in kinds().items() if name not in ALONE}
+    others |= {f"nonsense call ({name})": (1, partial(wrong_call, name)) for name in WRONG}
+    chosen: list[tuple[str, Injector]] = []
+    for each in (hosts, others) * ((count + 1) // 2):
+        (name,) = rng.choices(list(each), [share for share, _ in each.values()])
+        chosen.append((name, each[name][1]))
+    return chosen[:count]
 
 
 def plan(count: int, rng: random.Random, only: str) -> list[tuple[str, Injector]]:
@@ -172,40 +211,49 @@ def leaks(run: Campaign) -> list[str]:
     except TimeoutError as error:
         found.append(f"the whole pool was not granted: {error}")
     whole.unregister("the campaign is over")
-    locks = {device.id: holder(device.key, run.pool.locks) for device in devices}
+    locks = {device.id: run.pool.look(device) for device in devices}
     return [*found, *(f"device {id_} is locked by {record}" for id_, record in locks.items() if record is not None)]
 
 
-def campaign(options: argparse.Namespace) -> tuple[list[Fault], dict[str, object]]:
+def campaign(options: argparse.Namespace, hosts: network.Network | None) -> tuple[list[Fault], dict[str, object]]:
     rng = random.Random(options.seed)
     trained: dict[str, object] = {}
-    with Pool(SETTINGS) as pool:
-        witness = Witness(pool.folder / "witness")
+    with Pool(SETTINGS) if hosts is None else cluster.HostsPool(SETTINGS, hosts) as pool:
+        jobs = {pool.folder: JOBS} if hosts is None else {jobs_on(n): jobs_of(n, HOSTS) for n in range(1, HOSTS + 1)}
         devices = pool.status().devices
-        watcher = Watcher(pool.journal(), pool.locks, devices, ray.get(actor(SCHEDULER_ACTOR_NAME).pool_id.remote()))
-        run = Campaign(pool, watcher, rng)
-        for_training = 0 if options.no_training else round(TRAINING_SHARE * options.count)
+        watcher = Watcher(pool.journal(), pool.look, devices, ray.get(actor(SCHEDULER_ACTOR_NAME).pool_id.remote()))
+        run, waits = Campaign(pool, watcher, rng), Waits(pool)
+        for_training = 0 if options.no_training or hosts is not None else round(TRAINING_SHARE * options.count)
         if for_training:
             try:
                 trained = training.inject(run, for_training)
             except Exception as error:  # noqa: BLE001 - what has been measured is still shown
                 traceback.print_exc()
                 trained = {"wrong metrics": [f"the training part failed: {error!r}"]}
-        run.light = LightJobs(pool.folder, options.seed)
+        run.light = LightJobs(pool.folder, options.seed, jobs[pool.folder])
         try:
-            if not until(lambda: len(pool.status().pipelines) > len(JOBS), 60):
+            if hosts is not None:
+                for number in range(2, HOSTS + 1):
+                    hosts.jobs(number, options.seed + 100 * number)
+            if not until(lambda: len(pool.status().pipelines) > sum(map(len, jobs.values())), START_S):
                 raise TimeoutError("the light jobs did not start")
-            planned = plan(options.count - len(run.faults), rng, options.only)
-            (inject_pairs if options.pairs else inject)(run, planned, time.monotonic() + 60.0 * options.minutes)
+            of = plan if hosts is None else plan_of_hosts
+            planned = of(options.count - len(run.faults), rng, options.only)
+            paired = options.pairs or options.hosts
+            (inject_pairs if paired else inject)(run, planned, time.monotonic() + 60.0 * options.minutes)
         finally:
+            over = time.time()
+            for folder in jobs:
+                (folder / OVER).touch()
             run.light.close()
-            work = work_of(pool.folder)
+            waits.close()
+            works = [work_of(folder, names) for folder, names in jobs.items()]
             if options.keep:
                 shutil.copytree(pool.folder, options.keep, dirs_exist_ok=True)
         leaked = leaks(run)
         watcher.close()
         looks, double = watcher.looks, [*watcher.ledger.double, *watcher.violations]
-        seen = witness.violations()
+        seen = [line for folder in jobs for line in Witness(folder / "witness").violations()]
         harm = harm_of(run)
     leaked += [f"process {p.pid} {p.cmdline()[:4]}" for p in pool.left()]
     busy = [line for line in seen if '"busy"' in line]
@@ -213,8 +261,11 @@ def campaign(options: argparse.Namespace) -> tuple[list[Fault], dict[str, object
         "double grants": double + [line for line in seen if line not in busy],
         "leaks": leaked,
         "taken for a stranger's word": harm,
-        "wrong rounds": list(work.wrong),
-        "light work": asdict(work),
+        "ended without a fault": run.innocent(over),
+        "waits not explained": waits.unexplained,
+        "waits looked at": waits.looks,
+        "wrong rounds": [line for work in works for line in work.wrong],
+        "light work": [asdict(work) for work in works],
         "grants refused by the lock": len(busy),
         "looks at the locks": looks,
         **trained,
@@ -230,21 +281,25 @@ def main() -> int:
     parser.add_argument("--no-training", action="store_true", help="light jobs only")
     parser.add_argument("--keep", type=Path, help="copy logs and journal here")
     parser.add_argument("--pairs", action="store_true", help="two faults at a time")
+    parser.add_argument("--hosts", action="store_true", help="over three hosts, and two faults at a time")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no fault after so long")
     parser.add_argument("--virtual", type=int, default=0, metavar="LIVES", help="on a virtual clock, in this process")
     options = parser.parse_args()
+    hosts = network.network() if options.hosts else None
+    if options.hosts and hosts is None:
+        given = {"--count": options.count, "--seed": options.seed, "--only": options.only, "--minutes": options.minutes}
+        return network.run([f"{name}={value}" for name, value in given.items()], options.json, options.keep)
     if options.virtual:
         return virtual(options.virtual, options.seed, options.only)
     logging.basicConfig(level=logging.WARNING)
     start = time.monotonic()
-    faults, found = campaign(options)
+    faults, found = campaign(options, hosts)
     print(table(faults))
     print(json.dumps(found, indent=2, default=str))
     print(f"{time.monotonic() - start:.0f} s")
     if options.json:
         options.json.write_text(json.dumps({"faults": [asdict(f) for f in faults], **found}, default=str) + "\n")
-    goals = ("double grants", "leaks", "taken for a stranger's word", "wrong rounds", "wrong metrics")
-    return int(any(found.get(goal) for goal in goals) or not all(fault.survived for fault in faults))
+    return int(any(found.get(goal) for goal in GOALS) or not all(fault.survived for fault in faults))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What every injection uses: the pool, who watches it, a probe that asks for a device, and victims."""
 
 import contextlib
-import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from benchmarks.faults.pool import Pool, actor
 from benchmarks.faults.table import Fault
 from benchmarks.faults.watcher import Watcher
 from rlix.control.client import JobClient
-from rlix.node.process import state
-from rlix.protocol.events import Event, LeaseGranted, LeaseReleased
+from rlix.protocol.errors import RlixError
+from rlix.protocol.events import Event, LeaseGranted, LeaseReleased, PipelineEnding, PipelineRegistered
 from rlix.protocol.messages import Lease, Process
 from rlix.protocol.types import Phase, pipeline_namespace
 
@@ -35,10 +35,33 @@ class Campaign:
     rng: random.Random
     light: LightJobs | None = None
     faults: list[Fault] = field(default_factory=list)
+    blamed: list[tuple[str, float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.probe_id = self.register("probe", {"probe": 1})
+        self.probe_id = self.register("probe", {"probe": [self.pool.here()[0].id]})
         self.probe = JobClient(self.probe_id, poll_s=1.0)
+
+    def blame(self, whom: str, since: float) -> None:
+        """Whoever of the pipeline, or of the host of that name, ends from `since` on (unix seconds) may have to."""
+        self.blamed.append((whom, since, time.time()))
+
+    def names(self) -> dict[str, str]:
+        """What people call the pipelines there were, by id."""
+        events = (event for _, event in self.watcher.events_since(0.0))
+        return {e.registration.pipeline_id: e.registration.name for e in events if isinstance(e, PipelineRegistered)}
+
+    def innocent(self, over: float) -> list[str]:
+        """Light jobs that ended before `over` although nothing had happened to them, or to their host."""
+        names, found = self.names(), []
+        for at, event in self.watcher.events_since(0.0):
+            name = names.get(event.pipeline_id, "") if isinstance(event, PipelineEnding) else ""
+            if not name.startswith(("crew", "script", "wide")) or at > over:
+                continue
+            assert isinstance(event, PipelineEnding)
+            blamed = [b for b in self.blamed if b[0] in (event.pipeline_id, host_of(name)) or name == "wide"]
+            if not any(since - 1.0 <= at <= until_ + RECOVERY_S for _, since, until_ in blamed):
+                found.append(f"{name} ({event.pipeline_id}) at {at:.1f}: {event.reason}")
+        return found
 
     def register(self, name: str, gangs: dict[str, Any]) -> str:
         """A pipeline without a program."""
@@ -74,8 +97,8 @@ class Campaign:
             leases = [s.lease for s in known.leases if s.lease.epoch in self.watcher.active() and wanted(s.lease)]
             self.rng.shuffle(leases)
             for lease in leases:
-                processes = [p for p in known.holders.get(lease.epoch, ()) if p.pid != os.getpid()]
-                if processes and state(victim := self.rng.choice(processes)) == "running":
+                processes = [p for p in known.holders.get(lease.epoch, ()) if p != self.probe.process]
+                if processes and self.pool.state(victim := self.rng.choice(processes)) == "running":
                     return lease, victim
             time.sleep(_POLL_S)
         raise TimeoutError("nobody to be the victim")
@@ -83,7 +106,8 @@ class Campaign:
     def hit(self, kind: str, lease: Lease, victim: Process, number: signal.Signals) -> Fault:
         """Kills or stops a process that holds a lease; recovered when the lease's devices are free for others."""
         at = time.time()
-        os.kill(victim.pid, number)
+        self.pool.signal(victim, number)
+        self.blame(lease.pipeline_id, at)
         earliest = at - _CHOOSING_S  # it may have ended by itself in the moment since it was chosen
         ended = self.watcher.wait(
             earliest, lambda e: isinstance(e, LeaseReleased) and e.epoch == lease.epoch, RECOVERY_S
@@ -123,6 +147,33 @@ class Campaign:
                     return time.time() - at
             time.sleep(_POLL_S)
         return None
+
+
+def host_of(name: str) -> str:
+    """Of a light job, by what it is called."""
+    return name.rpartition("-")[2]
+
+
+class Waits:
+    """Looks once a second, in a thread until `close`, whether everybody who waits is told for what."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.looks, self.unexplained = 0, list[str]()
+        self._pool = pool
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+    def _look(self) -> None:
+        while not self._stop.wait(1.0):
+            with contextlib.suppress(GetTimeoutError, RayError, RlixError):
+                waiting = self._pool.status(5.0).waiting
+                self.looks += len(waiting)
+                self.unexplained += [str(each) for each in waiting if not each.behind]
 
 
 def until(done: Callable[[], bool], timeout_s: float) -> bool:

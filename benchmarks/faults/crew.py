@@ -11,12 +11,15 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from benchmarks.faults.worker import Hold, Witness, Work, worker
+from rlix.control.init import init
 from rlix.control.program import Program, attach
 from rlix.control.rollout_lease import Granted, Lost, RolloutLease, Taken
 from rlix.node.process import describe
 from rlix.protocol.errors import DeviceBusyError, RlixError, StaleEpochError
-from rlix.protocol.messages import Lease
+from rlix.protocol.messages import Device, Lease
 from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
@@ -74,8 +77,9 @@ class Member:
 class Crew:
     """One life of the job's program; the next one goes on from the ledger."""
 
-    def __init__(self, name: str, gang: int, folder: Path, seed: int) -> None:
-        self.job = attach(name, gangs={"train": gang}, rollouts={"roll": None})
+    def __init__(self, name: str, gang: int, folder: Path, seed: int, *, at_home: bool) -> None:
+        here = devices_here() if at_home else None
+        self.job = attach(name, gangs={"train": here[:gang] if here else gang}, rollouts={"roll": here})
         self.keys = {device: known.key for device, known in self.job.client.devices().items()}
         self.folder, self.random = folder, random.Random(seed)
         self.witness = Witness(folder / "witness")
@@ -91,7 +95,7 @@ class Crew:
         self.lost = (folder / f"{name}.lost").open("a")
 
     def run(self, first: int) -> None:
-        threading.Thread(target=_or_die, args=(self._roll,), daemon=True).start()
+        threading.Thread(target=or_die, args=(self._roll,), daemon=True).start()
         number = first
         while True:
             self.finished.clear()
@@ -216,7 +220,7 @@ class Crew:
             member.item = None
 
 
-def _or_die(work: Callable[[], None]) -> None:
+def or_die(work: Callable[[], None]) -> None:
     """A program that fails ends: whoever supervises it starts the next one."""
     try:
         work()
@@ -226,24 +230,30 @@ def _or_die(work: Callable[[], None]) -> None:
         os._exit(1)
 
 
-def crew(name: str, gang: int, folder: Path, seed: int) -> None:
-    """The program's process."""
+def devices_here() -> list[int]:
+    """Those of this host: where the program's own workers can be."""
+    pool: tuple[Device, ...] = ray.get(init(log_level="WARNING").devices.remote(), timeout=60)
+    return [device.id for device in pool if device.node_id == ray.get_runtime_context().get_node_id()]
+
+
+def crew(name: str, gang: int, folder: Path, seed: int, *, at_home: bool = False) -> None:
+    """The program's process. `at_home`: it uses devices of its own host only."""
     _log(folder, name)
     path = folder / f"{name}.ledger"
     steps = [int(line.split()[1]) for line in path.read_text().splitlines() if line[0] == "s"] if path.exists() else []
     first = max(steps, default=-1) + 1
     with path.open("a") as ledger:
         ledger.write(f"restart {first}\n")  # what the round had is done again
-    _or_die(lambda: Crew(name, gang, folder, seed + first).run(first))
+    or_die(lambda: Crew(name, gang, folder, seed + first, at_home=at_home).run(first))
 
 
-def script(name: str, gang: int, folder: Path, seed: int) -> None:
+def script(name: str, gang: int, folder: Path, seed: int, *, at_home: bool = False) -> None:
     """A program that is its own worker: `rlix.attach` in a plain script."""
     _log(folder, name)
     rng, witness = random.Random(seed), Witness(folder / "witness")
 
     def run() -> None:
-        with attach(name, gangs={"mine": gang}) as job:
+        with attach(name, gangs={"mine": devices_here()[:gang] if at_home else gang}) as job:
             keys = {device: known.key for device, known in job.client.devices().items()}
             while True:
                 try:
@@ -261,7 +271,7 @@ def script(name: str, gang: int, folder: Path, seed: int) -> None:
                     logger.info("%s", error)
                 time.sleep(0.05)
 
-    _or_die(run)
+    or_die(run)
 
 
 def _log(folder: Path, name: str) -> None:

@@ -16,7 +16,7 @@ from benchmarks.faults.pool import HOME_BYTES, actor
 from benchmarks.faults.table import Fault
 from benchmarks.faults.worker import Hold, squat, worker
 from rlix.control.gang_queue import Asked
-from rlix.node.device_lock import DeviceLocks, holder
+from rlix.node.device_lock import DeviceLocks
 from rlix.node.process import describe, state
 from rlix.protocol.errors import RlixError, StaleEpochError
 from rlix.protocol.events import (
@@ -70,6 +70,7 @@ def program(number: signal.Signals, run: Campaign) -> Fault:
     process, id_ = run.light.processes[name], pipelines[name]
     at = time.time()
     os.kill(process.pid, number)
+    run.blame(id_, at)
     ended = run.watcher.wait(at, lambda e: isinstance(e, PipelineUnregistered) and e.pipeline_id == id_, RECOVERY_S)
     noticed = 0.0
     if number == signal.SIGSTOP:
@@ -85,7 +86,7 @@ def _is(kind: type, pipeline_id: str, event: object) -> bool:
 
 def standalone(run: Campaign) -> Fault:
     """Somebody of no pool uses a device for a while; recovered when the pool uses it again."""
-    device = run.rng.choice(run.pool.status().devices[:8])
+    device = run.rng.choice(run.pool.here())
     seconds, ready = run.rng.uniform(0.5, 3.0), CONTEXT.Event()
     squatter = CONTEXT.Process(target=squat, args=(device.key, seconds, ready))
     squatter.start()
@@ -96,7 +97,7 @@ def standalone(run: Campaign) -> Fault:
         at = time.time()
 
         def used() -> bool:
-            found = holder(device.key, run.pool.locks)
+            found = run.pool.look(device)
             return found is not None and found.fence.pool != "standalone"
 
         ok = until(used, RECOVERY_S)
@@ -105,7 +106,7 @@ def standalone(run: Campaign) -> Fault:
 
 def stale(run: Campaign) -> Fault:
     """Somebody who comes late, with a lease that ended long ago: the device itself refuses him."""
-    device = run.rng.choice(run.pool.status().devices[:8])
+    device = run.rng.choice(run.pool.here())
     leases = [e.lease for _, e in run.watcher.events_since(0) if isinstance(e, LeaseGranted)]
     epochs = [lease.epoch for lease in leases if device.id in lease.devices]
     epoch = run.rng.choice(epochs[: max(1, len(epochs) // 2)])
@@ -124,7 +125,7 @@ def stale(run: Campaign) -> Fault:
 
 def silent(run: Campaign) -> Fault:
     """A client that takes a gang, locks it and never beats; recovered when its device is free again."""
-    id_ = run.register("silent", {"gang": 1})
+    id_ = run.register("silent", {"gang": [run.rng.choice(run.pool.here()).id]})
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=worker, args=(theirs, run.pool.folder / "witness"))
     process.start()

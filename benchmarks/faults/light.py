@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -10,7 +11,14 @@ from typing import Any
 from benchmarks.faults.crew import CONTEXT, crew, script
 
 _LOOK_S = 0.1
-JOBS = {"crew-a": (crew, 2), "crew-b": (crew, 3), "crew-c": (crew, 1), "script-a": (script, 2), "script-b": (script, 1)}
+Jobs = Mapping[str, tuple[Callable[..., None], int]]  # by name: the program, and the devices of its gang
+JOBS: Jobs = {
+    "crew-a": (crew, 2),
+    "crew-b": (crew, 3),
+    "crew-c": (crew, 1),
+    "script-a": (script, 2),
+    "script-b": (script, 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +35,13 @@ class Work:
 class LightJobs:
     """Keeps one process per job alive. A context."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self._folder, self._seed = folder, seed
+    def __init__(self, folder: Path, seed: int, jobs: Jobs = JOBS) -> None:
+        self._folder, self._seed, self._jobs = folder, seed, jobs
         self.processes: dict[str, Any] = {}
-        self.lives = dict.fromkeys(JOBS, 0)
+        self.lives = dict.fromkeys(jobs, 0)
         self._stop = threading.Event()
         CONTEXT.set_forkserver_preload(["benchmarks.faults.crew"])
-        for name in JOBS:
+        for name in jobs:
             self._start(name)
         self._thread = threading.Thread(target=self._supervise, daemon=True)
         self._thread.start()
@@ -48,7 +56,7 @@ class LightJobs:
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
     def _start(self, name: str) -> None:
-        program, gang = JOBS[name]
+        program, gang = self._jobs[name]
         self.lives[name] += 1
         process = CONTEXT.Process(target=program, args=(name, gang, self._folder, self._seed + self.lives[name]))
         process.start()
@@ -61,11 +69,11 @@ class LightJobs:
                     self._start(name)
 
 
-def work_of(folder: Path) -> Work:
+def work_of(folder: Path, jobs: Iterable[str] = JOBS) -> Work:
     """Each finished round must hold each of its trajectories exactly once."""
     steps = trajectories = redone = redone_steps = 0
     wrong: list[str] = []
-    for name in JOBS:
+    for name in jobs:
         expected, seen = 0, list[tuple[int, int]]()
         for line in _lines(folder / f"{name}.ledger"):
             kind, number, *rest = line.split()

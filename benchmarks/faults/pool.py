@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,8 +18,9 @@ import ray
 from rlix.control.announcement import Announcement, Claim
 from rlix.control.init import init, shutdown
 from rlix.control.settings import Settings
-from rlix.node.device_lock import DIRECTORY_VARIABLE
-from rlix.protocol.messages import ControlStatus
+from rlix.node.device_lock import DIRECTORY_VARIABLE, LockRecord, holder
+from rlix.node.process import state
+from rlix.protocol.messages import ControlStatus, Device, Process
 from rlix.protocol.types import NAMESPACE, VIRTUAL_DEVICE_RESOURCE
 
 DEVICES = 8
@@ -106,6 +108,23 @@ class Pool:
     def status(self, timeout_s: float = 60.0) -> ControlStatus:
         status: ControlStatus = ray.get(self.orchestrator.status.remote(), timeout=timeout_s)
         return status
+
+    # -- what is on its host, and on any
+
+    def here(self) -> tuple[Device, ...]:
+        """The devices of this host."""
+        return self.status().devices[:DEVICES]
+
+    def look(self, device: Device) -> LockRecord | None:
+        """Who has bytes on a device."""
+        record = holder(device.key, self.locks)
+        return record if record is not None and record.processes else None
+
+    def signal(self, process: Process, number: signal.Signals) -> None:
+        os.kill(process.pid, number)
+
+    def state(self, process: Process) -> str:
+        return state(process)
 
     # -- a second node
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlix.control.journal import decode
-from rlix.node.device_lock import holder
+from rlix.node.device_lock import LockRecord
 from rlix.protocol.events import (
     CountersKept,
     DevicesDiscovered,
@@ -113,10 +113,19 @@ class Ledger:
 
 
 class Watcher:
-    """Follows the journal and the locks in a thread, until `close`."""
+    """Follows the journal and the locks in a thread, until `close`.
 
-    def __init__(self, journal: Path, locks: Path, devices: tuple[Device, ...], pool: str) -> None:
-        self._path, self._locks, self._pool = journal, locks, pool
+    What is done on a device that has left the pool with its host is nobody's concern: it is granted to nobody.
+
+    Args:
+        look: who has bytes on a device.
+        pool: its name in the locks.
+    """
+
+    def __init__(
+        self, journal: Path, look: Callable[[Device], LockRecord | None], devices: tuple[Device, ...], pool: str
+    ) -> None:
+        self._path, self._look, self._pool = journal, look, pool
         self._devices = devices
         self._sequence = 0
         self.ledger = Ledger()
@@ -162,14 +171,14 @@ class Watcher:
         db = self._connect()
         while not self._stop.wait(_EVERY_S):
             before = time.time()
-            seen = {device.id: holder(device.key, self._locks) for device in self._devices}
+            seen = {device.id: self._look(device) for device in self._devices}
             try:
                 self._read(db)
             except sqlite3.Error:
                 continue
             self.looks += 1
             for id_, record in seen.items():
-                if record is not None and record.fence.pool == self._pool and record.processes:
+                if record is not None and record.fence.pool == self._pool:
                     self._check(id_, record.fence.epoch, before, str(record))
 
     def _read(self, db: sqlite3.Connection) -> None:
@@ -194,8 +203,7 @@ class Watcher:
                             self._ended[event.epoch, device] = at
                 self.ledger.apply(event)
                 if isinstance(event, DevicesDiscovered):
-                    known = {device.id for device in self._devices}
-                    self._devices += tuple(device for device in event.devices if device.id not in known)
+                    self._devices = event.devices
                 self.log.append((at, event))
             self._changed.notify_all()
 
@@ -203,6 +211,8 @@ class Watcher:
         """Whoever has bytes on a device has its lease, or had it a moment ago."""
         allowed = {self.ledger.holder.get(device), self.ledger.next.get(device)}
         ended = self._ended.get((epoch, device))
+        if device not in {known.id for known in self._devices}:
+            return  # it left meanwhile
         if epoch in allowed or (ended is not None and at - ended < _SLACK_S):
             return
         self.violations.append(f"device {device} is used under epoch {epoch} ({who}), but leased to {allowed}")
