@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlix.control.reconcile import (
+    Action,
     Free,
     Hold,
     Kill,
@@ -17,15 +18,17 @@ from rlix.control.reconcile import (
     Release,
     Rest,
     Sight,
+    Take,
     reconcile,
 )
 from rlix.control.settings import Settings
-from rlix.protocol.messages import Lease, LeaseState, LeaseStatus, Occupant, Process, ReleaseReason
+from rlix.protocol.messages import UNSEEN, Lease, LeaseState, LeaseStatus, Occupant, Process, ReleaseReason
 from rlix.protocol.types import Phase
 
 SETTINGS = Settings(home=Path("unused"))
 LEASE = Lease(7, "ft_1", "actor_train", Phase.ACTOR_TRAINING, (0, 1), longest_s=30.0)
 TIMES = st.integers(0, 40).map(float)
+UNSEEN_1 = Occupant(1, "pool", UNSEEN, "", "", 0.0, ())
 LATER = st.one_of(TIMES, st.just(float("inf")))
 
 occupants = st.builds(
@@ -81,6 +84,26 @@ def test_nothing_ends_and_nobody_is_ended_but_by_what_was_just_seen(state: Lease
         assert sight is not None
         assert not sight.of(action.devices)
         assert set(action.devices) < set(LEASE.devices)
+
+
+def test_a_gang_that_gives_a_part_back_keeps_the_rest_while_its_node_does_not_answer() -> None:
+    part, locked = Part((1,), 0.0, 2.0), Occupant(1, "pool", 7, "", "", 0.0, (Process("node", 1, 1),))
+
+    def decided(there: Occupant) -> Action:
+        hold = Hold(parts=(part,), sight=Sight(3.0, 13.0, (there,)))
+        return reconcile(LeaseStatus(LEASE, LeaseState.ACTIVE), hold, 13.0, SETTINGS)
+
+    assert decided(locked) == Take("its holder says that its bytes are gone, but device 1 is still locked by process 1")
+    action = decided(UNSEEN_1)
+    assert isinstance(action, Rest)
+    assert 13.0 < action.until < 15.0
+
+
+def test_a_device_that_nobody_could_look_at_is_not_said_to_be_locked() -> None:
+    hold = Hold(leaving=Leaving("it hangs", ReleaseReason.KILLED, 0.0, 0.0), sight=Sight(1.0, 1.0, (UNSEEN_1,)))
+    action = reconcile(LeaseStatus(LEASE, LeaseState.DRAINING), hold, 1.0, SETTINGS)
+    why = "it hangs; and device 1 cannot be looked at, for its node does not answer"
+    assert action == Quarantine(why, SETTINGS.quarantine_retry_s)
 
 
 @given(states, holds, TIMES)

@@ -15,7 +15,7 @@ from rlix.node.devices import device_keys
 from rlix.node.host import Host, Software, host, software
 from rlix.node.memory import KEPT, HostMemory, set_oom_score
 from rlix.node.node import Node
-from rlix.protocol.messages import Device, Occupant, Process
+from rlix.protocol.messages import UNSEEN, Device, Occupant, Process
 from rlix.protocol.types import NAMESPACE, NODE_AGENT_NAME_PREFIX
 
 logger = logging.getLogger(__name__)
@@ -110,12 +110,9 @@ class LiveNodes:
             if node_id in self._gone:
                 return ()
             answer: tuple[Occupant, ...] | None = await self._ask(node_id, "occupied", devices)
-            silent = "its node, which does not answer"
-            return (
-                answer
-                if answer is not None
-                else tuple(Occupant(d.id, self._pool, -1, silent, "", 0.0, ()) for d in devices)
-            )
+            if answer is not None:
+                return answer
+            return tuple(Occupant(device.id, self._pool, UNSEEN, "", "", 0.0, ()) for device in devices)
 
         done(sum(await _at_once(there(*group) for group in _by_node(others)), found))
 

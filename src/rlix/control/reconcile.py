@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rlix.control.settings import Settings
-from rlix.protocol.messages import LeaseState, LeaseStatus, Occupant, Process, ReleaseReason
+from rlix.protocol.messages import UNSEEN, LeaseState, LeaseStatus, Occupant, Process, ReleaseReason
 from rlix.protocol.types import Phase
 
 LOOK_AGAIN_S = 0.02  # while somebody is about to let go
@@ -176,7 +176,7 @@ def _gives_part(status: LeaseStatus, hold: Hold, part: Part, now: float) -> Acti
     there = hold.sight.of(given)
     if not there:
         return Free(given)
-    if now < part.kill_from:
+    if now < part.kill_from or any(occupant.epoch == UNSEEN for occupant in there):
         return Rest(hold.sight.seen_at + LOOK_AGAIN_S)
     return Take(_against_its_word(there))
 
@@ -255,14 +255,14 @@ def _with(hold: Hold, leaving: Leaving) -> Hold:
 
 def describe(there: Sequence[Occupant]) -> str:
     """Who is still on which devices, for people."""
-    return "; ".join(
-        f"device {o.device_id} is still locked by {_describe_processes(o.processes) or 'a process that is not seen'}"
-        for o in there
-    )
+    return "; ".join(f"device {occupant.device_id} {_describe(occupant)}" for occupant in there)
 
 
-def _describe_processes(processes: Sequence[Process]) -> str:
-    return ", ".join(f"process {p.pid}{f' ({p.name})' if p.name else ''}" for p in processes)
+def _describe(occupant: Occupant) -> str:
+    if occupant.epoch == UNSEEN:
+        return "cannot be looked at, for its node does not answer"
+    processes = ", ".join(f"process {p.pid}{f' ({p.name})' if p.name else ''}" for p in occupant.processes)
+    return f"is still locked by {processes or 'a process that is not seen'}"
 
 
 def _against_its_word(there: Sequence[Occupant]) -> str:

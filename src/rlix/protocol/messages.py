@@ -221,6 +221,10 @@ class LeaseStatus:
     reason: str = ""
 
 
+UNSEEN = -1
+"""In place of an epoch: nobody could look at the device, for its node does not answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Occupant:
     """Whoever has a device's lock: under which lease, if it is one of this pool's, and which processes they are."""
