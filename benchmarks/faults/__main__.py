@@ -96,6 +96,7 @@ def kinds() -> dict[str, tuple[int, Injector]]:
     found["stale epoch"] = (10, injectors.stale)
     found["stranger"] = (5, injectors.standalone)
     found["late heartbeat"] = (2, injectors.silent)
+    found["lying client"] = (3, injectors.liar)
     found["full disk"] = (3, injectors.full_disk)
     found["node killed"] = (2, injectors.node)
     return found

@@ -97,7 +97,7 @@ def wrong_call(name: str, run: Campaign) -> Fault:
 def harm_of(run: Campaign) -> list[str]:
     """Leases that were taken because somebody else had given them back."""
     drained = [event for _, event in run.watcher.events_since(0) if isinstance(event, DrainStarted)]
-    return [f"lease {e.epoch}: {e.reason}" for e in drained if "says that its bytes are gone" in e.reason]
+    return [f"lease {e.epoch}: {e.reason}" for e in drained if "gone, but device" in e.reason and "locked" in e.reason]
 
 
 def _crew(run: Campaign) -> str:

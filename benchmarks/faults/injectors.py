@@ -149,6 +149,23 @@ def silent(run: Campaign) -> Fault:
     return Fault("late heartbeat", ended, noticed, None, ended is not None)
 
 
+def liar(run: Campaign) -> Fault:
+    """A client that names a process of another job as its own and leaves: nobody may be ended for that."""
+    here = {device.id for device in run.pool.here()}
+    lease, victim = run.holder_of(lambda lease: lease.cluster in ("roll", "train") and here.issuperset(lease.devices))
+    id_ = run.register("liar", {"gang": [run.rng.choice(list(here))]})
+    scheduler, asked = actor(SCHEDULER_ACTOR_NAME), Asked(f"liar-{id_}", victim)
+    answer = ray.get(scheduler.poll_gang.remote(id_, "gang", Phase.ACTOR_TRAINING, asked, 30.0), timeout=60)
+    ray.get(scheduler.name_holders.remote(id_, "gang", {0: victim}), timeout=60)
+    at = time.time()
+    ray.get(scheduler.unregister_pipeline.remote(id_, ""), timeout=60)
+    ended = time.time() - at
+    hit = any(whom == lease.pipeline_id for whom, _, _ in run.blamed)  # by the other fault of the pair
+    spared = hit or run.pool.state(victim) != "dead"
+    note = "" if answer.lease is not None else "it was not granted"
+    return Fault("lying client", ended, 0.0, run.grants_since(at), spared, note if spared else f"{victim} was ended")
+
+
 def full_disk(run: Campaign) -> Fault:
     """No room for the journal for a while; recovered when there is room, and a device is granted."""
     if not run.pool.small_disk:
