@@ -19,6 +19,8 @@ from benchmarks.gpu.pool import expect, spent, used_mb
 from rlix.protocol.messages import Device, DeviceKind
 
 PROMPT, PARAMS = [[3, 5, 8, 13]], {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
+OTHER, DRAWN = [[11, 2, 30, 4]], {"max_new_tokens": 16, "temperature": 1.0, "seed": 1, "ignore_eos": True}
+"""What was not learnt, so that its log-probabilities are no zeros."""
 ROUNDS = 5
 
 
@@ -127,9 +129,9 @@ def answer(engine: rlix.InferenceEngine) -> tuple[int, ...]:
 @torch.no_grad()
 def _logprob_error(replica: rlix.InferenceEngine, trained: Path) -> float:
     """The largest difference of a token's log-probability from transformers' own, in float32 on the CPU."""
-    output = replica.generate(PROMPT, PARAMS)[0].outputs[0]
+    output = replica.generate(OTHER, DRAWN)[0].outputs[0]
     module = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval()
-    ids = torch.tensor([PROMPT[0] + list(output.token_ids)])
-    every = module(ids).logits[0, len(PROMPT[0]) - 1 : -1].log_softmax(-1)
+    ids = torch.tensor([OTHER[0] + list(output.token_ids)])
+    every = module(ids).logits[0, len(OTHER[0]) - 1 : -1].log_softmax(-1)
     there = every.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
     return float((there - torch.tensor(output.logprobs)).abs().max())

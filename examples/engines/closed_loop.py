@@ -23,6 +23,7 @@ class Policy(rlix.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
 
     def update(self, ids: torch.Tensor, advantages: torch.Tensor) -> None:
         """One policy-gradient step on answers that follow one prompt token each."""
+        ids, advantages = ids.to(self.device), advantages.to(self.device)
         log_probs = token_log_probs(self(ids).logits[:, :-1], ids[:, 1:])
         loss = -self.global_mean(log_probs.mean(1) * advantages)
         loss.backward()

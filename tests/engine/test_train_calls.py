@@ -130,7 +130,8 @@ def test_state_is_handed_over_beside_what_reads_it_and_not_where_a_pass_begins_m
 
 def test_looking_at_random_generators_begins_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "cuda" not in random_state()
+    begun = torch.cuda.is_initialized()  # on a machine with GPUs another test may have
+    assert ("cuda" in random_state(), torch.cuda.is_initialized()) == (begun, begun)
 
 
 def test_a_call_that_has_changed_no_weights_is_undone_in_random_generators_too() -> None:

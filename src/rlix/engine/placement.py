@@ -186,7 +186,11 @@ def _in_shares(
 
 
 def pool_devices() -> tuple[Device, ...]:
-    """The devices of the running control plane."""
+    """The devices of the running control plane, whoever uses them, in the order of their numbers.
+
+    Raises:
+        RlixError: there is none, because nobody called `rlix.init`.
+    """
     return _pool()[0]
 
 

@@ -32,8 +32,8 @@ class TransformersExecutor(LoopExecutor):
 
     Exact (`ExecutorOptions.exact`): a trajectory's tokens and log-probabilities do not depend on what it is batched
     with, on interruptions or on which replica goes on with it (see `exact_decoder`). On the CPU this holds to the bit,
-    between replicas with the same weights, dtype, `tile_tokens` and number of threads; on a GPU it is designed for but
-    depends on the kernels, and for mixture-of-experts models it does not hold.
+    between replicas with the same weights, dtype, `tile_tokens` and number of threads; on a GPU it
+    depends on the kernels (it held on an H200 in float32 and bfloat16), and for mixture-of-experts models it does not.
 
     Not exact: ordinary batched decoding (see `batched_decoder`). The random draws of a trajectory are the same however
     it is batched or interrupted, but probabilities differ by rounding, so that in the end a token may differ.

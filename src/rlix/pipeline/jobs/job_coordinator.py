@@ -5,16 +5,17 @@ import contextlib
 import logging
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 
-from rlix.control.client import JobClient
 from rlix.control.rpc import call, get, in_words, outlast, root_cause
 from rlix.control.watch import died_by_itself
 from rlix.node import output
+from rlix.node.process import this_process
 from rlix.node.run_folder import take_back
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator, early_output
 from rlix.pipeline.jobs.handle import STOPPED_BY, with_next
@@ -23,7 +24,7 @@ from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.planning.made import PlannedJob
 from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, WaitTimeoutError
-from rlix.protocol.types import LAUNCHER, NAMESPACE, ORCHESTRATOR_ACTOR_NAME
+from rlix.protocol.types import LAUNCHER, NAMESPACE, ORCHESTRATOR_ACTOR_NAME, SCHEDULER_ACTOR_NAME
 from rlix.workers.futures import read_error
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class JobCoordinator(PipelineCoordinator):
         """Start the run. Calling it again changes nothing."""
         async with self._starting:
             if self._supervisor is None:
-                await asyncio.to_thread(_stand_for, self._pipeline_id)
+                await _stand_for(self._pipeline_id)
                 self._started.set()
                 output.early_file(self._config.run_dir).unlink(missing_ok=True)  # of a start that came to nothing
                 early_output(self._config.run_dir)
@@ -317,11 +318,14 @@ class JobCoordinator(PipelineCoordinator):
         return replace(self._last, state="failed", phase="failed", error=error)
 
 
-def _stand_for(pipeline_id: str) -> None:
+async def _stand_for(pipeline_id: str) -> None:
     """From now on, and until it has a program, the pipeline ends with this process and with no other."""
-    client = JobClient(pipeline_id)
+    scheduler = await asyncio.to_thread(ray.get_actor, SCHEDULER_ACTOR_NAME, NAMESPACE)
+    me = {0: this_process(ray.get_runtime_context().get_node_id())}
     with contextlib.suppress(PipelineGoneError):  # what comes of the start says so
-        client.name_holders(LAUNCHER, {0: client.process})
+        await outlast(
+            scheduler, partial(scheduler.name_holders.remote, pipeline_id, LAUNCHER, me), what="the scheduler"
+        )
 
 
 def _is_registered(pipeline_id: str) -> bool:
