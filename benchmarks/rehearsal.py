@@ -8,8 +8,9 @@ waits until it has lasted as long as on those GPUs (docs/job-spec.md, `declared_
 - `reasoning`: digits to copy, whose number is lognormal (median 6, sigma 1.2, at most 32), so a step has stragglers;
 - `agentic`: chains of tool calls of 0.16 s at the median and 2.7 s at the 99th percentile.
 
-Modes: `shared`; `moving`, the same with training gangs that go where there is room (`moves: true`); `split`, where
-each job has an eighth of the pool to itself and trains there, too; `queued`, where as many jobs as their training
+Modes: `shared`; `moving`, the same with training gangs that go where there is room (`moves: true`); `block`, where
+everyone declares the first devices for its gang, as who does not know of the others would; `split`, where each job has
+an eighth of the pool to itself and trains there, too; `queued`, where as many jobs as their training
 gangs fit beside each other have equal parts, and the others wait; `alone`, one job on the whole pool. Steps are
 counted for a while from when every job has taken one, so start-up is left out everywhere. `late` is what work took
 longer than declared, as a share of the time that all jobs stepped: above a few percent, it is this machine that was
@@ -41,8 +42,15 @@ from rlix.sim.results import simulate_one
 from rlix.sim.workload import Workload
 
 GPUS, JOBS, GANG = 8, 6, 2
-MODES = ("shared", "moving", "split", "queued", "alone")
-POLICY = {"shared": "rlix", "moving": "rlix", "split": "static", "queued": "static", "alone": "exclusive"}
+MODES = ("shared", "moving", "block", "split", "queued", "alone")
+POLICY = {
+    "shared": "rlix",
+    "moving": "rlix",
+    "block": "rlix",
+    "split": "static",
+    "queued": "static",
+    "alone": "exclusive",
+}
 STEPS, SIMULATED_STEPS = 1000, 60  # more than anybody waits for
 START_S = 600.0
 
@@ -95,8 +103,9 @@ def _declared(
     return JobSpec.model_validate_json(json.dumps(data))
 
 
-def going(spec: JobSpec, moves: bool) -> JobSpec:
-    trainer = spec.clusters.actor_train.model_copy(update={"moves": moves})
+def trained_where(spec: JobSpec, mode: str) -> JobSpec:
+    here = {"gpus": None, "devices": tuple(range(GANG))} if mode == "block" else {"moves": mode == "moving"}
+    trainer = spec.clusters.actor_train.model_copy(update=here)
     return spec.model_copy(update={"clusters": spec.clusters.model_copy(update={"actor_train": trainer})})
 
 
@@ -107,7 +116,7 @@ def measured(mode: str, specs: Sequence[JobSpec], seconds: float, kept: Path | N
     """The steps that all jobs of a mode took in `seconds` from when each had taken one, by `rlix run` as a user would
     type it. `kept`: where its run folders and its report stay."""
     count = {"queued": GPUS // GANG, "alone": 1}.get(mode, len(specs))
-    jobs = [going(spec, mode == "moving") for spec in specs[:count]]
+    jobs = [trained_where(spec, mode) for spec in specs[:count]]
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() if kept is None else nullcontext(str(kept)) as folder:
@@ -164,6 +173,7 @@ def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord])
         "count": len(records),
         "steps": SIMULATED_STEPS,
         "initialization_s": 1e-3,
+        "gang_placement": "same" if mode == "block" else "spread",
         "rollout": rollout,
         "gangs": [{"phase": "actor_training", "gpus": GANG, "seconds": trained_s + 2 * SPEED.move_s, "jitter": 0.0}],
     }
