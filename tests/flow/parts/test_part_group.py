@@ -3,18 +3,32 @@
 import contextlib
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
+from rlix.flow.parts import part_group
 from rlix.flow.parts.flow_worker import FlowWorker
 from rlix.flow.parts.part_group import PartGroup
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Process
 from rlix.workers import group as group_module
 from rlix.workers.group import WorkerGroup
+
+
+class Asked(NamedTuple):
+    """An answer of a rank that does what it `says`."""
+
+    says: str | None
+    rank: int
+
+    def future(self) -> Self:
+        return self
+
+    def done(self) -> bool:
+        return self.says != "hangs"
 
 
 class Pretended(PartGroup):
@@ -26,10 +40,10 @@ class Pretended(PartGroup):
         self.says = {int(rank[1:]): what for rank, what in says.items()}
 
     def submit(self, method: str, *_: Any, ranks: Any = None, **__: Any) -> Any:
-        return [(self.says.get(rank), rank) for rank in (range(3) if ranks is None else ranks)]
+        return [Asked(self.says.get(rank), rank) for rank in (range(3) if ranks is None else ranks)]
 
-    def _wait(self, method: str, ranks: Any, refs: Any, timeout_s: float) -> list[Any]:
-        for says, rank in refs:
+    def _wait(self, method: str, ranks: Any, futures: Any, timeout_s: float) -> list[Any]:
+        for says, rank in futures:
             if says == "dies":
                 self.lost.add(rank)
                 raise WorkerError("died") from ActorDiedError()
@@ -37,7 +51,7 @@ class Pretended(PartGroup):
                 raise WorkerError("does not go")
             if says == "hangs":
                 raise WaitTimeoutError(f"rank(s) {rank} did not answer")
-        return [None for _ in refs]
+        return [None for _ in futures]
 
     def kill(self, rank: int, *, timeout_s: float = 10.0) -> None:
         self.killed.append(rank)
@@ -52,12 +66,8 @@ def starts_nobody(group: Any, worker_cls: type, *, name: str, placements: Any) -
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerGroup, "__init__", starts_nobody)
-
-    def wait(refs: Any, *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        return [ref for ref in refs if ref[0] != "hangs"], [ref for ref in refs if ref[0] == "hangs"]
-
-    monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr("rlix.workers.group.futures_of", lambda refs: refs)
+    monkeypatch.setattr(part_group, "wait", lambda *_: None)
+    monkeypatch.setattr(part_group, "futures_of", lambda refs: [ref.future() for ref in refs])
 
 
 def test_who_hangs_is_ended_and_who_has_died_is_gone() -> None:
@@ -173,7 +183,7 @@ def test_what_was_called_before_a_call_failed_is_of_a_turn_that_is_over(monkeypa
     for says in ({}, {1: "raises"}, {1: "hangs"}, {}):
         part.part("add", [[]], ranks=[0])
         part.says = says  # type: ignore[assignment]
-        call: Any = SimpleNamespace(method="add", refs=part.submit("add"), ranks=range(3), late=[1])
+        call: Any = SimpleNamespace(method="add", futures=part.submit("add"), ranks=range(3), late=[1])
         with contextlib.suppress(WorkerError, WaitTimeoutError):
             part.answers(call)
     part.offload()

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rlix.flow.parts.flow_worker import FlowWorker
+import ray
+
+from rlix.flow.parts.flow_worker import FlowWorker, apart
 from rlix.flow.planner import Point
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.flow.programs.flow import Flow
@@ -67,7 +69,8 @@ class Group:
 
     def part(self, method: str, inputs: Sequence[Sequence[Pieces]], ranks: Any = None) -> tuple[list[Any], Any]:
         called = self.members if ranks is None else [self.members[rank] for rank in ranks]
-        made = [member._rlix_part(method, lists) for member, lists in zip(called, inputs, strict=True)]
+        shares = zip(called, map(apart, inputs), strict=True)
+        made = [member._rlix_part(method, bounds, 0, *ray.get(given)) for member, (bounds, given) in shares]
         return [items for items, _ in made], [told for _, told in made]
 
     def counts(self, call: Any) -> list[int]:

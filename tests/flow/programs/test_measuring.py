@@ -66,18 +66,17 @@ def test_a_part_that_hangs_while_it_is_measured_is_named_in_time(monkeypatch: py
         waits.append(start_timeout_s)
         group.name, group.worker_cls, group.placements, group.lost = how["name"], worker_cls, how["placements"], {0}
 
-    def results(_: object, method: str, refs: list[Any], *, timeout_s: float, ranks: Any) -> list[Any]:
+    def wait(_: object, method: str, ranks: Any, futures: list[Any], timeout_s: float) -> list[Any]:
         waits.append(timeout_s)
         if method == "add":
             raise WaitTimeoutError("ones: rank(s) 0 did not answer add()")
         return [(0.0, 0.0)]
 
-    fakes = {"__init__": started, "results": results, "submit": lambda *_, **__: [], "close": lambda _: None}
+    fakes = {"__init__": started, "_wait": wait, "submit": lambda *_, **__: [], "close": lambda _: None}
     fakes |= {"check_usable": lambda *_: None, "handles": (MagicMock(),)}
     for name, fake in fakes.items():
         monkeypatch.setattr(WorkerGroup, name, fake)
     monkeypatch.setattr(PartGroup, "_note", lambda _, call: call)
-    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(measure_module, "start", START)
     flow = Flow("sums", [Part("ones", Adds, "add", kwargs={"number": 1})], ITEMS, lambda count: [0] * count)
     with pytest.raises(WaitTimeoutError, match="ones: rank"):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Piece = tuple["ray.ObjectRef[Any]", int, int]
 """A part of `Items` in the object store: from one index to another."""
+Bounds = tuple[int, int]
 
 
 class FlowWorker(Worker):
@@ -159,15 +160,18 @@ class FlowWorker(Worker):
                 self._locks.release()
 
     def _rlix_part(
-        self, method: str, inputs: Sequence[Sequence[Piece]], turn: int = 0
+        self, method: str, inputs: Sequence[Sequence[Bounds]], turn: int = 0, *given: Any
     ) -> tuple[Items, tuple[int, Sums]]:
         """Call the method with a list of items: of one input as they are, of several as tuples with one of each.
+
+        Inputs are bounds of what is `given`, in that order.
 
         A call that comes to be made only when its turn is over is not made: nobody waits for what it makes, and what it
         learnt from these items would be learnt in another turn.
         """
         self._turn = max(self._turn, turn)
-        lists = [fetch(pieces) for pieces in inputs]
+        left = iter(given)
+        lists = [[item for bounds in pieces for item in next(left).cut(*bounds)] for pieces in inputs]
         items = lists[0] if len(lists) == 1 else list(zip(*lists, strict=True))
         call: Callable[[list[Any]], Any] = getattr(self, method)
         with self._busy or contextlib.nullcontext():
@@ -185,6 +189,13 @@ class FlowWorker(Worker):
             except SystemExit as error:  # Ray would end the process, and with it what it has learnt
                 raise RuntimeError(f"{method}() was left by {error!r}") from error
         return Items(made), (len(made), self._logged or {})
+
+
+def apart(inputs: Sequence[Sequence[Piece]]) -> tuple[list[list[Bounds]], list["ray.ObjectRef[Any]"]]:
+    """What a call of a part says of its inputs, and the references: as arguments of their own, which Ray sends along
+    where they are small. Whoever gets them within others must ask the one who has them."""
+    bounds = [[(start, stop) for _, start, stop in pieces] for pieces in inputs]
+    return bounds, [ref for pieces in inputs for ref, _, _ in pieces]
 
 
 def fetch(pieces: Sequence[Piece], timeout_s: float | None = None) -> list[Any]:

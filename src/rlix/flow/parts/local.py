@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import ray
 
 from rlix.control.client import JobClient
-from rlix.flow.parts.flow_worker import FlowWorker, Piece
+from rlix.flow.parts.flow_worker import FlowWorker, Piece, apart
 from rlix.flow.parts.logged import Sums
 from rlix.node.devices import smallest_memory
 from rlix.node.pinned_memory import memory_bytes
@@ -146,7 +146,8 @@ class LocalGroup:
         refs: list[Any] = []
 
         def work() -> tuple[int, Sums]:
-            made, told = self.worker._rlix_part(method, inputs[0])
+            bounds, given = apart(inputs[0])
+            made, told = self.worker._rlix_part(method, bounds, 0, *ray.get(given))
             refs.append(ray.put(made))
             return told
 

@@ -2,17 +2,16 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import ray
-
-from rlix.flow.parts.flow_worker import FlowWorker, Piece
+from rlix.flow.parts.flow_worker import FlowWorker, Piece, apart
 from rlix.flow.parts.logged import Sums
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Fence
+from rlix.workers.futures import futures_of
 from rlix.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -24,13 +23,12 @@ class Call:
 
     method: str
     ranks: Sequence[int]
-    refs: Sequence["ray.ObjectRef[Any]"]
+    futures: Sequence["Future[Any]"]
 
     @property
     def late(self) -> list[int]:
         """The ranks that have not answered."""
-        waiting = set(ray.wait(list(self.refs), num_returns=len(self.refs), timeout=0)[1])
-        return [rank for rank, ref in zip(self.ranks, self.refs, strict=True) if ref in waiting]
+        return [rank for rank, future in zip(self.ranks, self.futures, strict=True) if not future.done()]
 
 
 class PartGroup(WorkerGroup):
@@ -91,12 +89,12 @@ class PartGroup(WorkerGroup):
         call = self._asked("offload", living, self._turn)
         failed: WorkerError | None = None
         try:
-            ray.wait(list(call.refs), num_returns=len(call.refs), timeout=self.timeout_s)
+            wait(call.futures, self.timeout_s)
         finally:  # on Ctrl-C too
             late = set(call.late)
-            for rank, ref in zip(living, call.refs, strict=True):
+            for rank, future in zip(living, call.futures, strict=True):
                 if rank not in late:
-                    failed = self._left(rank, ref) or failed
+                    failed = self._left(rank, future) or failed
         if late:
             self.answers(call, 0.0)
         if failed is not None:
@@ -112,12 +110,13 @@ class PartGroup(WorkerGroup):
         self.check_usable(method)
         ranks = range(self.world_size) if ranks is None else ranks
         calls = [
-            self.handles[rank]._rlix_part.options(num_returns=2).remote(method, pieces, self._turn)
-            for rank, pieces in zip(ranks, inputs, strict=True)
+            self.handles[rank]._rlix_part.options(num_returns=2).remote(method, bounds, self._turn, *refs)
+            for rank, (bounds, refs) in zip(ranks, map(apart, inputs), strict=True)
         ]
-        for refs in calls:
-            refs[1].future().add_done_callback(partial(_read_error, refs[0]))
-        return [refs[0] for refs in calls], self._note(Call(method, ranks, [refs[1] for refs in calls]))
+        futures = futures_of(refs[1] for refs in calls)
+        for refs, future in zip(calls, futures, strict=True):
+            future.add_done_callback(partial(_read_error, refs[0]))
+        return [refs[0] for refs in calls], self._note(Call(method, ranks, futures))
 
     def answers(self, call: Call, timeout_s: float | None = None) -> list[Any]:
         """The ranks' results, in their order; `timeout_s` (None): the group's.
@@ -128,7 +127,7 @@ class PartGroup(WorkerGroup):
         """
         try:
             limit = self.timeout_s if timeout_s is None else timeout_s
-            return self.results(call.method, call.refs, timeout_s=limit, ranks=call.ranks)
+            return self._wait(call.method, call.ranks, call.futures, limit)
         except WorkerError:
             self._turn += 1
             raise
@@ -157,16 +156,16 @@ class PartGroup(WorkerGroup):
         self._end([rank for rank in sorted(self._there) if self.placements[rank]])
 
     def _asked(self, method: str, ranks: Sequence[int], *args: Any) -> Call:
-        return self._note(Call(method, ranks, self.call(f"_rlix_{method}", *args, ranks=ranks)))
+        return self._note(Call(method, ranks, futures_of(self.call(f"_rlix_{method}", *args, ranks=ranks))))
 
     def _note(self, call: Call) -> Call:
         self._open = [*(known for known in self._open if known.late), call]
         return call
 
-    def _left(self, rank: int, offloaded: Any) -> WorkerError | None:
+    def _left(self, rank: int, offloaded: "Future[Any]") -> WorkerError | None:
         """The error with which a rank that has answered did not go."""
         try:
-            self.results("offload", [offloaded], timeout_s=self.timeout_s, ranks=[rank])
+            self._wait("offload", [rank], [offloaded], self.timeout_s)
         except WorkerError as error:  # of one that has died `offload` waits until its process has
             return None if rank in self.lost else error
         self._there.discard(rank)
