@@ -14,7 +14,6 @@ from rlix.control.journal import Journal, JournalError
 from rlix.control.scheduler_service import Scheduler
 from rlix.control.settings import Settings
 from rlix.control.status import status_of
-from rlix.control.usage import Usage
 from rlix.protocol.errors import DeadlockError, PipelineGoneError, SpecError, StaleEpochError, WaitTimeoutError
 from rlix.protocol.events import (
     Event,
@@ -30,21 +29,6 @@ from rlix.scheduler.image import image
 from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
 
 CRITIC = Cluster("critic", 1, (1, 2))
-
-
-def test_gpu_seconds_count_from_grant_to_release() -> None:
-    usage = Usage(now=10.0)
-    usage.granted(1, devices=2, now=11.0)
-    usage.granted(2, devices=4, now=12.0)
-    assert usage.gpu_s(13.0) == 2 * 2 + 4 * 1
-    usage.released(1, devices=2, now=13.0)
-    usage.released(9, devices=1, now=13.0)  # granted, and given up before it was active
-    assert usage.gpu_s(15.0) == 2 * 2 + 4 * 3
-    assert usage.age_s(15.0) == 5.0
-    usage.released(2, devices=3, now=15.0)
-    assert usage.gpu_s(16.0) == 2 * 2 + 4 * 3 + 1
-    usage.released(2, devices=1, now=16.0)
-    assert usage.gpu_s(20.0) == 2 * 2 + 4 * 3 + 1
 
 
 def test_the_planner_sees_what_each_job_has_used_and_when_a_gang_is_expected() -> None:
@@ -148,7 +132,8 @@ def test_a_part_of_a_gang_goes_to_who_waits_and_the_rest_stays_also_over_a_resta
         ("released", (0,)),
         ("released", (1,)),
     ]
-    assert world.core.known.jobs["ft_1"].usage.gpu_s(world.clock.time()) == 2.0
+    world.roll("ft_1", 0)
+    assert world.core.planning.snapshot().rollouts[0].used_gpu_s == 2.0
 
 
 def test_a_part_that_stays_locked_takes_the_lease_with_it() -> None:

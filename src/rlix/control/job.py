@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from rlix.control.settings import Settings
-from rlix.control.usage import Usage
 from rlix.protocol.messages import Process, Progress
 
 _FIRST_PAUSE_S = 1.0
@@ -36,13 +35,12 @@ class Caller:
 
 
 class Job:
-    """What the job used, who speaks for it, and how often it failed lately. Times are the clock's.
+    """Who speaks for the job, and how often it failed lately. Times are the clock's.
 
     `now` is when the pipeline was admitted.
     """
 
     def __init__(self, now: float) -> None:
-        self.usage = Usage(now)
         self.heard_at = now
         self.callers: dict[Process, Caller] = {}
         self.ending: Departure | None = None

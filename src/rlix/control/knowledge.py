@@ -126,7 +126,7 @@ class Knowledge:
         for at, event in events:
             count += 1
             for lease in self._fold(event, now - max(0.0, wall - at), at):
-                self._note_grant(lease, now - max(0.0, wall - at), at)
+                self._note_grant(lease, at)
         return count
 
     def _fold(self, event: Event, now: float, wall: float) -> tuple[Lease, ...]:
@@ -136,10 +136,10 @@ class Knowledge:
         active = self.state.apply(event, now)
         match event:
             case LeaseReleased() if released is not None:
-                self._note_release(released.lease, event.reason, now, wall)
+                self._note_release(released.lease, event.reason, wall)
             case DevicesReleased() if released is not None:
                 part = replace(released.lease, devices=event.devices)
-                self._note_freed(part, ReleaseReason.RELEASED, now, wall)
+                self.log.add("released", part, wall, reason=ReleaseReason.RELEASED)
             case PipelineAdmitted():
                 self.jobs.setdefault(event.pipeline_id, Job(now))
             case PipelineUnregistered():
@@ -173,8 +173,8 @@ class Knowledge:
         """What is said and seen of a lease."""
         return self.holds.get(epoch) or Hold()
 
-    def _note_release(self, lease: Lease, reason: ReleaseReason, now: float, wall: float) -> None:
-        self._note_freed(lease, reason, now, wall)
+    def _note_release(self, lease: Lease, reason: ReleaseReason, wall: float) -> None:
+        self.log.add("released", lease, wall, reason=reason)
         self.granted_at.pop(lease.epoch, None)
         self._forget(lease.epoch)
         job = self.jobs.get(lease.pipeline_id)
@@ -184,26 +184,18 @@ class Knowledge:
         if ticket is not None:
             self.gangs.close(ticket)
 
-    def _note_freed(self, lease: Lease, reason: ReleaseReason, now: float, wall: float) -> None:
-        """`lease` with the devices that are free now."""
-        self.log.add("released", lease, wall, reason=reason)
-        job = self.jobs.get(lease.pipeline_id)
-        if job is not None:
-            job.usage.released(lease.epoch, len(lease.devices), now)
-
     def _phase_ended(self, pipeline_id: str, job: Job) -> None:
         """Its gang's devices are kept from other rollouts for a moment, then planned anew."""
         self.alarm.set(("gap", pipeline_id), job.phase_ended(self.clock.time()))
 
-    def _note_grant(self, lease: Lease, now: float, wall: float, waited_s: float | None = None) -> None:
+    def _note_grant(self, lease: Lease, wall: float, waited_s: float | None = None) -> None:
         self.log.add("granted", lease, wall, waited_s=waited_s)
         self.granted_at[lease.epoch] = wall
-        self.jobs[lease.pipeline_id].usage.granted(lease.epoch, len(lease.devices), now)
 
     def _hand_out(self, lease: Lease) -> None:
         """Tells whoever waited that the lease is active."""
         now, wall = self.clock.time(), self.wall()
-        self._note_grant(lease, now, wall, self.gangs.answer(lease))
+        self._note_grant(lease, wall, self.gangs.answer(lease))
         if lease.phase is Phase.ROLLOUT:
             self.to_be_noted(lease)
             self.wake(lease.pipeline_id, lease.cluster)

@@ -117,8 +117,8 @@ class Planning:
         return False
 
     def snapshot(self) -> Snapshot:
-        """The state as the planner should see it: rollouts with what each job has used so far; a job that is ending or
-        failed a moment ago wants nothing; one that has just ended a phase may ask for a gang any moment."""
+        """The state as the planner should see it: a job that is ending or failed a moment ago wants nothing; one that
+        has just ended a phase may ask for a gang any moment."""
         now = self._known.clock.time()
         snapshot, jobs = self._known.state.snapshot(now), self._known.jobs
         rollouts = (_as_seen(rollout, jobs[rollout.pipeline_id], now) for rollout in snapshot.rollouts)
@@ -158,17 +158,4 @@ def _as_seen(rollout: RolloutState, job: Job, now: float) -> RolloutState:
     if job.muted(rollout.cluster, now):
         return replace(rollout, demand=Demand(0))
     expected = rollout.demand.trajectories == 0 and job.expects_gang(now)
-    return RolloutState(
-        rollout.pipeline_id,
-        rollout.cluster,
-        rollout.bundles,
-        rollout.demand,
-        rollout.waited_s,
-        rollout.held_s,
-        rollout.served_gpu_s,
-        used_gpu_s=job.usage.gpu_s(now),
-        age_s=job.usage.age_s(now),
-        gang_devices=rollout.gang_devices,
-        gang_expected=expected,
-        gained_s=rollout.gained_s,
-    )
+    return replace(rollout, gang_expected=True) if expected else rollout

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rlix.control.client import JobClient
-from rlix.control.usage import Usage
 from rlix.node import output
 from rlix.node.run_folder import RunFolder, Span, replace_file
 from rlix.pipeline.holdings import Holdings, Resident
@@ -27,6 +26,7 @@ from rlix.pipeline.planning.made import PlannedJob
 from rlix.pipeline.planning.watch import PlanWatch
 from rlix.pipeline.samples import mean_or_none
 from rlix.pipeline.spec.named import options_of
+from rlix.pipeline.usage import Usage
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Device, DeviceKind, Lease
 from rlix.protocol.types import Phase

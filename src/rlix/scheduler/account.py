@@ -13,18 +13,26 @@ REMEMBERED_S = 600.0
 
 @dataclass(slots=True)
 class Given:
-    """A pipeline's account: GPU-seconds under leases, of gangs as of rollouts."""
+    """A pipeline's account since it was `admitted`: GPU-seconds under leases, of gangs as of rollouts.
 
-    gpu_s: float = 0.0  # up to `_since`
+    `before_gpu_s`: what it is taken to have been given before.
+    """
+
+    admitted: float
+    before_gpu_s: float
+    _gpu_s: float = 0.0  # up to `_since`
     _devices: int = 0
     _since: float = 0.0
 
     def at(self, now: float) -> float:
-        return self.gpu_s + self._devices * (now - self._since)
+        return self.before_gpu_s + self.used(now)
+
+    def used(self, now: float) -> float:
+        return self._gpu_s + self._devices * (now - self._since)
 
     def change(self, devices: int, now: float) -> None:
         """From now on it has so many devices more, or fewer."""
-        self.gpu_s, self._since = self.at(now), now
+        self._gpu_s, self._since = self.used(now), now
         self._devices += devices
 
 
@@ -47,7 +55,7 @@ class Account:
     _served_gpu_s: float = 0.0  # up to `_served_at`
     _served_at: float = 0.0
 
-    def seen(self, pipeline_id: str, cluster: str, now: float) -> RolloutState:
+    def seen(self, pipeline_id: str, cluster: str, given: Given, now: float) -> RolloutState:
         return RolloutState(
             pipeline_id,
             cluster,
@@ -56,6 +64,8 @@ class Account:
             0.0 if self._waits_since is None else now - self._waits_since,
             0.0 if self._holds_since is None else now - self._holds_since,
             self.served(now),
+            given.used(now),
+            now - given.admitted,
             gang_devices=self.gang_devices,
             gained_s=now - self._gained_at,
         )

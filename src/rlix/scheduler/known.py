@@ -185,10 +185,10 @@ class Known:
     def snapshot(self, now: float) -> Snapshot:
         """What the planner needs, admitted pipelines only. Costs a pass over rollouts and references to the rest.
 
-        `now`: seconds of the clock that the events' times were read from. What pipelines have used, and since when, is
-        not known here; whoever measures it puts it in.
+        `now`: seconds of the clock that the events' times were read from.
         """
-        rollouts = tuple(rollout.seen(*key, now) for key, rollout in self._rollouts.items() if key[0] in self._admitted)
+        admitted = (each for each in self._rollouts.items() if each[0][0] in self._admitted)
+        rollouts = tuple(rollout.seen(*key, self._given[key[0]], now) for key, rollout in admitted)
         requests = tuple(r for r in self._requests.values() if r.pipeline_id in self._admitted)
         given = {r.pipeline_id: self._given[r.pipeline_id].at(now) for r in requests}
         return Snapshot(self.lent, requests, rollouts, tuple(self._leases.values()), now, given, self._gang_left_s(now))
@@ -270,7 +270,7 @@ class Known:
         """A newcomer's begins at the least of the others', so that it neither pays for nor gains by being late."""
         if pipeline_id not in self._given:
             least = min((given.at(self._now) for given in self._given.values()), default=0.0)
-            self._given[pipeline_id] = Given(least, 0, self._now)
+            self._given[pipeline_id] = Given(self._now, least)
         return self._given[pipeline_id]
 
     def _planned_for(self) -> Iterator[Account]:

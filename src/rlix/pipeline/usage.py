@@ -1,11 +1,10 @@
-"""How much of the pool a pipeline has used."""
+"""How much of the pool a job has used, by the log of its leases."""
 
 
 class Usage:
-    """GPU-seconds under leases, of one pipeline. Times are seconds of one clock, whichever."""
+    """GPU-seconds under leases. Times are seconds of one clock, whichever."""
 
     def __init__(self, now: float) -> None:
-        self._started = now
         self._held: dict[int, int] = {}  # devices by epoch
         self._devices = 0  # of all of them
         self._used_gpu_s = 0.0  # until `_since`
@@ -28,6 +27,3 @@ class Usage:
 
     def gpu_s(self, now: float) -> float:
         return self._used_gpu_s + self._devices * (now - self._since)
-
-    def age_s(self, now: float) -> float:
-        return now - self._started
