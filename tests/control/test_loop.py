@@ -145,7 +145,7 @@ def test_a_script_that_asks_late_loses_its_bundles_and_not_its_life() -> None:
     world.core.start()
     world.core.name_holders("ft_1", INFER.name, [(rank, script) for rank in range(4)])
     bundles = demand(world, "ft_1", 9)
-    stranger = Occupant(0, "another pool", 5, "theirs", "", 0.0, (process(99),))
+    stranger = Occupant(0, "another pool", 5, (process(99),))
     world.machine.locks[0] = stranger
     for _ in range(60):
         world.core.watch.beat("ft_1", script, frozenset())

@@ -28,11 +28,11 @@ from rlix.protocol.types import Phase
 SETTINGS = Settings(home=Path("unused"))
 LEASE = Lease(7, "ft_1", "actor_train", Phase.ACTOR_TRAINING, (0, 1), longest_s=30.0)
 TIMES = st.integers(0, 40).map(float)
-UNSEEN_1 = Occupant(1, "pool", UNSEEN, "", "", 0.0, ())
+UNSEEN_1 = Occupant(1, "pool", UNSEEN, ())
 LATER = st.one_of(TIMES, st.just(float("inf")))
 
 occupants = st.builds(
-    lambda device, pids: Occupant(device, "pool", 7, "", "", 0.0, tuple(Process("node", pid, 1) for pid in pids)),
+    lambda device, pids: Occupant(device, "pool", 7, tuple(Process("node", pid, 1) for pid in pids)),
     st.sampled_from(LEASE.devices),
     st.lists(st.integers(1, 3), unique=True, max_size=2),
 )
@@ -87,7 +87,7 @@ def test_nothing_ends_and_nobody_is_ended_but_by_what_was_just_seen(state: Lease
 
 
 def test_a_gang_that_gives_a_part_back_keeps_the_rest_while_its_node_does_not_answer() -> None:
-    part, locked = Part((1,), 0.0, 2.0), Occupant(1, "pool", 7, "", "", 0.0, (Process("node", 1, 1),))
+    part, locked = Part((1,), 0.0, 2.0), Occupant(1, "pool", 7, (Process("node", 1, 1),))
 
     def decided(there: Occupant) -> Action:
         hold = Hold(parts=(part,), sight=Sight(3.0, 13.0, (there,)))

@@ -51,7 +51,7 @@ class Machine:
             there = self.locks.get(device)
             assert there is None or there.epoch == lease.epoch, f"device {device} is locked twice: {there} and {lease}"
             holders = (*(there.processes if there else ()), holder)
-            self.locks[device] = Occupant(device, POOL, lease.epoch, lease.pipeline_id, "", 0.0, holders)
+            self.locks[device] = Occupant(device, POOL, lease.epoch, holders)
 
     def unlock(self, holder: Process) -> None:
         for device, occupant in list(self.locks.items()):

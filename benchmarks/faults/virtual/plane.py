@@ -101,7 +101,7 @@ class VirtualNodes(LiveNodes):
 
     def __init__(self, head: Machine, machines: Sequence[Machine]) -> None:
         super().__init__(head.node_id, POOL)
-        self._node = cast(Node, head)
+        self._own.node = cast(Node, head)
         self._machines = machines
 
     async def count_dead(self) -> None:
@@ -111,6 +111,8 @@ class VirtualNodes(LiveNodes):
 
     async def _answer(self, node_id: str, method: str, *args: object) -> Any:
         machine = next((m for m in self._machines if m.node_id == node_id), None)
+        if machine is not None and node_id == self._here:
+            return _done(machine, method, *args)
         if machine is None or not machine.reached:
             await asyncio.sleep(ANSWER_S)
             raise WaitTimeoutError(f"no answer within {ANSWER_S} s: {method} on node {node_id}")

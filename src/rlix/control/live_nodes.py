@@ -31,7 +31,7 @@ class NodeAgent:
     """Ray actor: one node's eyes and hands. It keeps nothing."""
 
     def __init__(self, node_id: str) -> None:
-        self._node = Node(node_id)
+        self.node = Node(node_id)
         set_oom_score(KEPT)
 
     async def lends(self, virtual: bool) -> tuple[tuple[str, ...], Software]:
@@ -44,37 +44,38 @@ class NodeAgent:
         return await asyncio.to_thread(host, *asked)
 
     async def occupied(self, devices: Sequence[Device]) -> tuple[Occupant, ...]:
-        return occupants(self._node, devices)
+        return occupants(self.node, devices)
 
     async def newest_epoch(self, devices: Sequence[Device], pool: str) -> int:
-        return self._node.newest_epoch(devices, pool)
+        return self.node.newest_epoch(devices, pool)
 
     async def kill(self, processes: Sequence[Process], why: str, devices: Sequence[Device] = ()) -> tuple[Process, ...]:
-        return await asyncio.to_thread(self._node.kill, processes, KILL_TIMEOUT_S, why, devices)
+        return await asyncio.to_thread(self.node.kill, processes, KILL_TIMEOUT_S, why, devices)
 
     async def states(self, processes: Sequence[Process]) -> Mapping[Process, str]:
-        return self._node.states(processes)
+        return self.node.states(processes)
 
     async def memory(self, processes: Sequence[Process]) -> HostMemory:
-        return await asyncio.to_thread(self._node.memory, processes)
+        return await asyncio.to_thread(self.node.memory, processes)
 
 
 def occupants(node: Node, devices: Sequence[Device]) -> tuple[Occupant, ...]:
     """What the device locks of a node say."""
-    return tuple(
-        Occupant(device_id, r.fence.pool, r.fence.epoch, r.fence.job, r.fence.phase, r.since, r.processes)
-        for device_id, r in node.holders(devices).items()
-    )
+    found = node.holders(devices).items()
+    return tuple(Occupant(device_id, r.fence.pool, r.fence.epoch, r.processes) for device_id, r in found)
 
 
 class LiveNodes:
-    """`Nodes` for the event loop it is made in. Devices of this node are looked at at once, without a round trip."""
+    """`Nodes` for the event loop it is made in. Devices of this node are looked at at once, without a round trip.
+
+    Nodes are asked beside each other: one that does not answer takes its own time, not theirs as well.
+    """
 
     def __init__(self, here: str, pool: str) -> None:
         """`here`: this process's node id."""
         self._here = here
         self._pool = pool
-        self._node = Node(here)
+        self._own = NodeAgent(here)
         self._agents: dict[str, Any] = {}
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,35 +87,22 @@ class LiveNodes:
 
     async def newest_epoch(self, devices: Sequence[Device]) -> int:
         """The newest epoch under which this pool has used any of the devices, as far as their nodes say."""
-
-        async def there(node_id: str, group: tuple[Device, ...]) -> int:
-            if node_id == self._here:
-                return self._node.newest_epoch(group, self._pool)
-            return await self._ask(node_id, "newest_epoch", group, self._pool) or 0
-
-        return max(await _at_once(there(*group) for group in _by_node(devices)), default=0)
+        asked = (self._ask(node_id, "newest_epoch", group, self._pool) for node_id, group in _by_node(devices))
+        return max(filter(None, await asyncio.gather(*asked)), default=0)
 
     def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
         mine = [device for device in devices if device.node_id == self._here]
         others = [device for device in devices if device.node_id != self._here]
-        found = occupants(self._node, mine)
-        if not others:
+        found = occupants(self._own.node, mine)
+
+        async def there(node_id: str, group: Sequence[Device]) -> tuple[Occupant, ...]:
+            answer: tuple[Occupant, ...] | None = await self._ask(node_id, "occupied", group, of_dead=())
+            return tuple(Occupant(d.id, self._pool, UNSEEN, ()) for d in group) if answer is None else answer
+
+        if others:
+            self._spawn(_by_node(others), there, lambda answers: done(sum(answers, found)))
+        else:
             done(found)
-            return
-        self._spawn(self._occupied(found, others, done))
-
-    async def _occupied(
-        self, found: tuple[Occupant, ...], others: list[Device], done: Callable[[tuple[Occupant, ...]], None]
-    ) -> None:
-        async def there(node_id: str, devices: tuple[Device, ...]) -> tuple[Occupant, ...]:
-            if node_id in self._gone:
-                return ()
-            answer: tuple[Occupant, ...] | None = await self._ask(node_id, "occupied", devices)
-            if answer is not None:
-                return answer
-            return tuple(Occupant(device.id, self._pool, UNSEEN, "", "", 0.0, ()) for device in devices)
-
-        done(sum(await _at_once(there(*group) for group in _by_node(others)), found))
 
     def kill(
         self,
@@ -123,46 +111,25 @@ class LiveNodes:
         done: Callable[[tuple[Process, ...]], None],
         devices: Sequence[Device] = (),
     ) -> None:
-        if not processes:
-            done(())
-            return
-        self._spawn(self._kill(processes, why, done, devices))
-
-    async def _kill(
-        self,
-        processes: Sequence[Process],
-        why: str,
-        done: Callable[[tuple[Process, ...]], None],
-        devices: Sequence[Device],
-    ) -> None:
         async def left(node_id: str, group: tuple[Process, ...]) -> tuple[Process, ...]:
             there = [device for device in devices if device.node_id == node_id]
             if devices and not there:
                 return group
-            if node_id == self._here:
-                return await asyncio.to_thread(self._node.kill, group, KILL_TIMEOUT_S, why, there)
-            if node_id in self._gone:
-                return ()
-            answer: tuple[Process, ...] | None = await self._ask(node_id, "kill", group, why, there)
+            answer: tuple[Process, ...] | None = await self._ask(node_id, "kill", group, why, there, of_dead=())
             return group if answer is None else answer
 
-        done(sum(await _at_once(left(*group) for group in _by_node(processes)), ()))
+        if processes:
+            self._spawn(_by_node(processes), left, lambda answers: done(sum(answers, ())))
+        else:
+            done(())
 
     def states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:
-        self._spawn(self._states(processes, done))
-
-    async def _states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:
         async def seen(node_id: str, group: tuple[Process, ...]) -> Mapping[Process, str]:
-            if node_id == self._here:
-                return self._node.states(group)
-            if node_id in self._gone:
-                return dict.fromkeys(group, "dead")
-            return await self._ask(node_id, "states", group) or {}
+            return await self._ask(node_id, "states", group, of_dead=dict.fromkeys(group, "dead")) or {}
 
-        found: dict[Process, str] = {}
-        for states in await _at_once(seen(*group) for group in _by_node(processes)):
-            found |= states
-        done(found)
+        self._spawn(
+            _by_node(processes), seen, lambda answers: done({p: s for found in answers for p, s in found.items()})
+        )
 
     def memory(
         self,
@@ -171,26 +138,17 @@ class LiveNodes:
         done: Callable[[Mapping[str, HostMemory]], None],
     ) -> None:
         """What each node has, and what these processes use there. A node that does not answer is left out."""
-        self._spawn(self._memory(nodes, processes, done))
 
-    async def _memory(
-        self,
-        nodes: Sequence[str],
-        processes: Sequence[Process],
-        done: Callable[[Mapping[str, HostMemory]], None],
-    ) -> None:
-        async def of(node_id: str) -> HostMemory | None:
-            there = tuple(process for process in processes if process.node_id == node_id)
-            if node_id == self._here:
-                return await asyncio.to_thread(self._node.memory, there)
-            answer: HostMemory | None = None if node_id in self._gone else await self._ask(node_id, "memory", there)
-            return answer
+        async def of(node_id: str, group: tuple[Process, ...]) -> tuple[str, HostMemory | None]:
+            return node_id, await self._ask(node_id, "memory", group)
 
-        answers = zip(nodes, await _at_once(map(of, nodes)), strict=True)
-        done({node_id: memory for node_id, memory in answers if memory is not None})
+        groups = [(node_id, tuple(p for p in processes if p.node_id == node_id)) for node_id in nodes]
+        self._spawn(groups, of, lambda answers: done({node_id: m for node_id, m in answers if m is not None}))
 
-    async def _ask(self, node_id: str, method: str, *args: object) -> Any:
+    async def _ask(self, node_id: str, method: str, *args: object, of_dead: object = None) -> Any:
         """None when the node's agent does not answer."""
+        if node_id in self._gone:
+            return of_dead
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._answer(node_id, method, *args)
@@ -209,14 +167,24 @@ class LiveNodes:
             logger.warning("Ray does not say which nodes are dead: %s", error or f"nothing within {ANSWER_S:g} s")
 
     async def _answer(self, node_id: str, method: str, *args: object) -> Any:
+        if node_id == self._here:
+            return await getattr(self._own, method)(*args)
         if node_id not in self._agents:
             name = f"{NODE_AGENT_NAME_PREFIX}{node_id}"
             self._agents[node_id] = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
         ref = getattr(self._agents[node_id], method).remote(*args)
         return await call(ref, what=f"{method} on node {node_id}", timeout_s=ANSWER_S)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = self._loop.create_task(work)
+    def _spawn(
+        self,
+        groups: Iterable[tuple[str, tuple[OnNode, ...]]],
+        ask: Callable[[str, tuple[OnNode, ...]], Coroutine[None, None, Answer]],
+        done: Callable[[list[Answer]], None],
+    ) -> None:
+        async def asked() -> None:
+            done(await asyncio.gather(*(ask(*group) for group in groups)))
+
+        task = self._loop.create_task(asked())
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
@@ -224,11 +192,6 @@ class LiveNodes:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.critical("a task of the control plane failed", exc_info=error)
-
-
-async def _at_once(asked: Iterable[Coroutine[None, None, Answer]]) -> list[Answer]:
-    """Nodes are asked beside each other: one that does not answer takes its own time, not theirs as well."""
-    return await asyncio.gather(*asked)
 
 
 def _by_node(things: Sequence[OnNode]) -> list[tuple[str, tuple[OnNode, ...]]]:

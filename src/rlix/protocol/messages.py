@@ -232,9 +232,6 @@ class Occupant:
     device_id: int
     pool: str
     epoch: int
-    job: str
-    phase: str
-    since: float  # unix seconds
     processes: tuple[Process, ...]
 
 
