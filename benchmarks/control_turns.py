@@ -118,13 +118,13 @@ async def live(service: Scheduler, job: str, number: int, rng: random.Random) ->
                 await service.report_demand(job, "actor_infer", Demand(left * rng.randint(8, 200)))
                 await asyncio.sleep(1.0)
             asked = Asked(key=f"{job}-{rng.random()}", holder=process)
-            answer = await service.poll_gang(job, "actor_train", Phase.ACTOR_TRAINING, asked)
-            while answer.lease is None:
-                answer = await service.poll_gang(job, "actor_train", Phase.ACTOR_TRAINING, asked)
-            held.add(answer.lease.epoch)
+            lease = await service.poll_gang(job, "actor_train", Phase.ACTOR_TRAINING, asked)
+            while lease is None:
+                lease = await service.poll_gang(job, "actor_train", Phase.ACTOR_TRAINING, asked)
+            held.add(lease.epoch)
             await asyncio.sleep(2.0 * rng.random())
-            held.discard(answer.lease.epoch)
-            await service.release(job, (answer.lease.epoch,))
+            held.discard(lease.epoch)
+            await service.release(job, (lease.epoch,))
     finally:
         for task in tasks:
             if task.done():

@@ -26,7 +26,7 @@ from rlix import JobClient, Phase, init, shutdown
 from rlix.control.gang_queue import Asked
 from rlix.control.rollout_lease import Taken
 from rlix.control.settings import Settings
-from rlix.protocol.messages import GangAnswer, Lease
+from rlix.protocol.messages import Lease
 from rlix.protocol.types import NAMESPACE, SCHEDULER_ACTOR_NAME, pipeline_namespace
 
 WARM_UP = 20
@@ -116,11 +116,11 @@ def run(orchestrator: Any, count: int, gpus: int) -> dict[str, dict[str, float]]
 
     def direct() -> Lease:
         asked = Asked(key=uuid.uuid4().hex, timeout_s=TIMEOUT_S)
-        answer: GangAnswer = get(
+        lease: Lease | None = get(
             scheduler.poll_gang.remote(trainer, "actor_train", Phase.ACTOR_TRAINING, asked, TIMEOUT_S)
         )
-        assert answer.lease is not None
-        return answer.lease
+        assert lease is not None
+        return lease
 
     def through_client() -> Lease:
         return client.acquire("actor_train", Phase.ACTOR_TRAINING, TIMEOUT_S)

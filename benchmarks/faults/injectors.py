@@ -134,14 +134,14 @@ def silent(run: Campaign) -> Fault:
         known = describe(process.pid or 0, ray.get_runtime_context().get_node_id())
         asked = Asked(f"silent-{id_}", known)
         at = time.time()
-        answer = ray.get(scheduler.poll_gang.remote(id_, "gang", Phase.ACTOR_TRAINING, asked, 30.0), timeout=60)
-        if answer.lease is None:
+        lease = ray.get(scheduler.poll_gang.remote(id_, "gang", Phase.ACTOR_TRAINING, asked, 30.0), timeout=60)
+        if lease is None:
             return Fault("late heartbeat", None, survived=False, note="it was not granted")
         keys = {device.id: device.key for device in run.pool.status().devices}
-        fence = Fence(ray.get(scheduler.pool_id.remote(), timeout=30), answer.lease.epoch, "silent")
-        ours.send(Hold(tuple(keys[d] for d in answer.lease.devices), fence))
+        fence = Fence(ray.get(scheduler.pool_id.remote(), timeout=30), lease.epoch, "silent")
+        ours.send(Hold(tuple(keys[d] for d in lease.devices), fence))
         at = time.time()
-        epoch = answer.lease.epoch
+        epoch = lease.epoch
         ended = run.watcher.wait(at, lambda e: isinstance(e, LeaseReleased) and e.epoch == epoch, RECOVERY_S)
         noticed = 0.0 if ended is None else run.noticed(at, epoch, ended)
         with contextlib.suppress(RlixError):

@@ -15,7 +15,7 @@ from rlix.control.scheduler_service import Scheduler
 from rlix.control.status import status_of, unpacked
 from rlix.protocol.errors import RlixError, SpecError, StaleEpochError
 from rlix.protocol.events import Event
-from rlix.protocol.messages import Demand, GangAnswer, Lease, Process, Progress
+from rlix.protocol.messages import Demand, Lease, Process, Progress
 from rlix.protocol.types import Phase
 from rlix.sim.books import Forgetful
 from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
@@ -193,7 +193,7 @@ def test_what_is_given_back_with_a_question_is_given_back_once_however_often_it_
     def again() -> Lease | None:
         answer = asyncio.run(service.poll_gang("ft_1", TRAIN.name, GANG, asked, 0.0))
         world.run(0.0)
-        return answer.lease
+        return answer
 
     assert again() is None
     got = again()
@@ -210,7 +210,7 @@ def test_a_client_gives_back_with_its_first_question_alone(monkeypatch: pytest.M
     class Answers:
         def ask(self, method: str, *args: Any, timeout_s: float) -> object:
             asked.extend(arg for arg in args if isinstance(arg, Asked))
-            return GangAnswer(1, got if len(asked) == 3 else None)
+            return got if len(asked) == 3 else None
 
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
     monkeypatch.setattr(client, "Patient", lambda *_, **__: Answers())

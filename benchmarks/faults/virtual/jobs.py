@@ -13,7 +13,7 @@ from benchmarks.faults.virtual.plane import POOL, Plane
 from rlix.control.gang_queue import Asked
 from rlix.control.journal import JournalError
 from rlix.protocol.errors import DeviceBusyError, PipelineGoneError, RlixError, StaleEpochError, WaitTimeoutError
-from rlix.protocol.messages import Demand, Device, Fence, GangAnswer, Lease, RolloutAnswer
+from rlix.protocol.messages import Demand, Device, Fence, Lease, RolloutAnswer
 from rlix.protocol.types import Phase
 
 PHASES = (Phase.ACTOR_TRAINING, Phase.CRITIC_TRAINING, Phase.OLD_LOG_PROBS, Phase.REFERENCE_LOG_PROBS)
@@ -281,13 +281,13 @@ class Job:
                 key, self.program.id, (), left, self.plan.longest_s, home=self.home_on, move_s=self.plan.move_s
             )
             try:
-                answer: GangAnswer = await self._ask("poll_gang", "train", phase, asked, 5.0)
+                lease: Lease | None = await self._ask("poll_gang", "train", phase, asked, 5.0)
             except WaitTimeoutError:
                 self.judge.waited(self, self.loop.time() - began)
                 return None
-            if answer.lease is not None:
+            if lease is not None:
                 self.judge.waited(self, self.loop.time() - began)
-                return answer.lease
+                return lease
             await asyncio.sleep(self.slow_s)
 
     # ---- rollouts ----------------------------------------------------------------------------------------------

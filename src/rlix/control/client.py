@@ -25,7 +25,6 @@ from rlix.protocol.messages import (
     Demand,
     Device,
     Fence,
-    GangAnswer,
     Lease,
     LeaseRecord,
     LeaseStatus,
@@ -159,13 +158,13 @@ class JobClient:
                 left_s = None if deadline is None else max(0.001, round(deadline - time.monotonic(), 3))
                 wait_s = self._poll_s if stop is None else min(self._poll_s, _STOP_POLL_S)
                 asked = Asked(key, self.process, holding, left_s, longest_s, tuple(devices), given, tuple(home), move_s)
-                answer: GangAnswer = self._ask("poll_gang", cluster, phase, asked, wait_s, wait_s=wait_s)
+                lease: Lease | None = self._ask("poll_gang", cluster, phase, asked, wait_s, wait_s=wait_s)
                 for epoch in given:
                     self.heartbeat.gave_back(epoch)
                 given = ()  # they are back: if the request is dropped meanwhile, it may be asked for anew
-                if answer.lease is not None:
-                    self.heartbeat.holds(answer.lease.epoch)
-                    return answer.lease
+                if lease is not None:
+                    self.heartbeat.holds(lease.epoch)
+                    return lease
         except (WaitTimeoutError, InterruptedError, KeyboardInterrupt) as error:
             with contextlib.suppress(RlixError):
                 self._ask("withdraw_gang", key)

@@ -33,7 +33,6 @@ from rlix.protocol.events import HoldersNamed, PipelineAdmitted, PipelineRegiste
 from rlix.protocol.messages import (
     Demand,
     Device,
-    GangAnswer,
     Lease,
     LeaseRecord,
     LeaseStatus,
@@ -242,9 +241,9 @@ class Scheduler:
 
     async def poll_gang(
         self, pipeline_id: str, cluster: str, phase: Phase, asked: Asked, wait_s: float = 5.0
-    ) -> GangAnswer:
+    ) -> Lease | None:
         """Asks for devices of the cluster, or asks again by the same key; answers after `wait_s` seconds at the
-        latest. A request about which nobody asks any more is dropped.
+        latest, with None while it waits. A request about which nobody asks any more is dropped.
 
         Raises:
             SpecError: the request makes no sense.
@@ -279,7 +278,7 @@ class Scheduler:
             raise ticket.outcome
         if ticket.outcome is None:
             core.not_asked(ticket)
-        return GangAnswer(ticket.request_id, ticket.outcome)
+        return ticket.outcome
 
     async def withdraw_gang(self, pipeline_id: str, key: str) -> None:
         """Nobody wants what was asked for under this key any more; fine when there is nothing."""

@@ -187,14 +187,6 @@ class Lease:
     longest_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GangAnswer:
-    """The state of a gang request whose caller asks in turns: `lease` is None while it still waits."""
-
-    request_id: int
-    lease: Lease | None
-
-
 class LeaseState(StrEnum):
     PENDING = "pending"  # granted, waits for the leases on its devices to drain
     ACTIVE = "active"
