@@ -20,7 +20,7 @@ class StateError(RlixError):
 
 
 class Known:
-    """Registrations, requests, demand and leases; `State` changes them. Properties are live read-only views."""
+    """Registrations, requests, demand and leases; `State` changes them, and nobody else."""
 
     def __init__(self) -> None:
         self._devices: dict[int, Device] = {}
@@ -30,8 +30,8 @@ class Known:
         self._allocated: dict[str, str] = {}
         self._registrations: dict[str, Registration] = {}
         self._admitted: set[str] = set()
-        self._ending: dict[str, str] = {}  # why, by pipeline
-        self._spared: dict[str, Process] = {}  # who said that the pipeline shall end
+        self._ending: dict[str, str] = {}  # why, by pipeline whose devices are being taken back
+        self._spared: dict[str, Process] = {}  # who said so, and is not ended with the others; where there is one
         self._holders: dict[ClusterKey, dict[int, Process]] = {}
         self._requests: dict[int, GangRequest] = {}
         self._last_on: dict[ClusterKey, tuple[int, ...]] = {}  # where a gang with alternatives last was
@@ -46,11 +46,15 @@ class Known:
         self._given: dict[str, Given] = {}  # by pipeline that was admitted
         self._gang_work: dict[tuple[str, str, Phase], float] = {}  # GPU-seconds that it took last time
         self._bundles: dict[Bundles, Bundles] = {}  # equal placements share one tuple, which the planner exploits
-        self._last_epoch = 0
-        self._last_request = 0
-        self._last_device = -1
-        self._pipelines = 0  # ids handed out so far
         self._now = 0.0  # of the event that is being applied
+        self.next_epoch, self.next_request_id, self.next_device_id, self.next_pipeline = 1, 1, 0, 1
+        # What others may read, as it is at any time.
+        self.allocated: Mapping[str, str] = MappingProxyType(self._allocated)  # kind, of every id that has not ended
+        self.registrations: Mapping[str, Registration] = MappingProxyType(self._registrations)
+        self.ending: Mapping[str, str] = MappingProxyType(self._ending)
+        self.spared: Mapping[str, Process] = MappingProxyType(self._spared)
+        self.requests: Mapping[int, GangRequest] = MappingProxyType(self._requests)  # that wait
+        self.leases: Mapping[int, LeaseStatus] = MappingProxyType(self._leases)  # in order of grant
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -106,41 +110,12 @@ class Known:
         return device.node_id not in self._draining or device.id in self._holder
 
     @property
-    def allocated(self) -> Mapping[str, str]:
-        """Kind by pipeline id, for every id handed out and not ended."""
-        return MappingProxyType(self._allocated)
-
-    @property
-    def registrations(self) -> Mapping[str, Registration]:
-        return MappingProxyType(self._registrations)
-
-    @property
     def admitted(self) -> frozenset[str]:
         return frozenset(self._admitted)
-
-    @property
-    def ending(self) -> Mapping[str, str]:
-        """Why each pipeline ends whose devices are being taken back."""
-        return MappingProxyType(self._ending)
-
-    @property
-    def spared(self) -> Mapping[str, Process]:
-        """The process that asked for a pipeline's end, which is not ended with the others; where there is one."""
-        return MappingProxyType(self._spared)
 
     def holders(self, pipeline_id: str, cluster: str) -> Mapping[int, Process]:
         """The processes that were named for a cluster, by rank; see `HoldersNamed`."""
         return MappingProxyType(self._holders.get((pipeline_id, cluster), {}))
-
-    @property
-    def requests(self) -> Mapping[int, GangRequest]:
-        """Gang requests that wait, by request id."""
-        return MappingProxyType(self._requests)
-
-    @property
-    def leases(self) -> Mapping[int, LeaseStatus]:
-        """By epoch, in order of grant."""
-        return MappingProxyType(self._leases)
 
     @property
     def demands(self) -> Mapping[ClusterKey, Demand]:
@@ -150,22 +125,6 @@ class Known:
         """What a rollout has reported last; nothing where it has not."""
         rollout = self._rollouts.get((pipeline_id, cluster))
         return Demand(0) if rollout is None else rollout.demand
-
-    @property
-    def next_epoch(self) -> int:
-        return self._last_epoch + 1
-
-    @property
-    def next_request_id(self) -> int:
-        return self._last_request + 1
-
-    @property
-    def next_device_id(self) -> int:
-        return self._last_device + 1
-
-    @property
-    def next_pipeline(self) -> int:
-        return self._pipelines + 1
 
     def answered_by(self, epoch: int) -> GangRequest | None:
         """The request that a pending gang lease answers."""

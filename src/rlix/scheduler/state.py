@@ -71,7 +71,7 @@ class State(Known):
         came = devices.keys() - self._devices.keys()
         self._devices, self._draining = devices, frozenset(event.draining)
         self._discovered = tuple(devices.values())
-        self._last_device = max(self._last_device, *devices, -1)
+        self.next_device_id = max(self.next_device_id - 1, *devices, -1) + 1
         if came and self._registrations:
             self._offer(came)
         return ()
@@ -86,7 +86,7 @@ class State(Known):
         if event.pipeline_id in self._allocated:
             raise StateError(f"pipeline id {event.pipeline_id!r} is already allocated")
         self._allocated[event.pipeline_id] = event.kind
-        self._pipelines += 1
+        self.next_pipeline += 1
         return ()
 
     @_apply.register
@@ -160,22 +160,22 @@ class State(Known):
 
     @_apply.register
     def _(self, event: CountersKept) -> tuple[Lease, ...]:
-        self._last_epoch = max(self._last_epoch, event.last_epoch)
-        self._last_request = max(self._last_request, event.last_request)
-        self._last_device = max(self._last_device, event.last_device)
-        self._pipelines = max(self._pipelines, event.allocated)
+        self.next_epoch = max(self.next_epoch, event.last_epoch + 1)
+        self.next_request_id = max(self.next_request_id, event.last_request + 1)
+        self.next_device_id = max(self.next_device_id, event.last_device + 1)
+        self.next_pipeline = max(self.next_pipeline, event.allocated + 1)
         return ()
 
     @_apply.register
     def _(self, event: GangRequested) -> tuple[Lease, ...]:
         cluster = self._cluster(event.pipeline_id, event.cluster)
-        if event.request_id <= self._last_request:
-            raise StateError(f"request id {event.request_id} does not grow; the last one was {self._last_request}")
+        if event.request_id < self.next_request_id:
+            raise StateError(f"request id {event.request_id} does not grow; the next one is {self.next_request_id}")
         if event.phase.preemptible:
             raise StateError(f"{event.phase.name} asks for no gang; report demand for cluster {event.cluster!r}")
         if event.exact and not cluster.has(event.first):
             raise StateError(f"cluster {event.cluster!r} has no devices {event.first}; it has {cluster.choices}")
-        self._last_request = event.request_id
+        self.next_request_id = event.request_id + 1
         self._requests[event.request_id] = self._placed(event, cluster)
         return ()
 
@@ -203,8 +203,8 @@ class State(Known):
         cluster = self._cluster(lease.pipeline_id, lease.cluster)
         if lease.pipeline_id not in self._admitted:
             raise StateError(f"pipeline {lease.pipeline_id!r} is not admitted, so it gets no lease")
-        if lease.epoch <= self._last_epoch:
-            raise StateError(f"epoch {lease.epoch} does not grow; the last one was {self._last_epoch}")
+        if lease.epoch < self.next_epoch:
+            raise StateError(f"epoch {lease.epoch} does not grow; the next one is {self.next_epoch}")
         if lease.phase is Phase.ROLLOUT:
             self._check_bundle(lease, event.request_id)
         else:
@@ -213,7 +213,7 @@ class State(Known):
         for device in lease.devices:
             self._check_grantable(lease, device)
             free = free and device not in self._holder
-        self._last_epoch = lease.epoch
+        self.next_epoch = lease.epoch + 1
         if event.request_id is not None:
             request = self._requests.pop(event.request_id)
             if not free:
@@ -229,7 +229,7 @@ class State(Known):
         status = event.status
         lease = status.lease
         cluster = self._cluster(lease.pipeline_id, lease.cluster)
-        self._last_epoch = max(self._last_epoch, lease.epoch)
+        self.next_epoch = max(self.next_epoch, lease.epoch + 1)
         if event.answers is not None:
             self._answered[lease.epoch] = self._placed(event.answers, cluster)
         elif lease.phase is not Phase.ROLLOUT:
