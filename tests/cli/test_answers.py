@@ -74,7 +74,7 @@ def test_a_status_has_who_holds_what_and_who_waits() -> None:
         trouble="the disk is full",
     )
     job = SimpleNamespace(known=job_status(reward=0.5), run_dir=Path("/runs/sort"))
-    program = PipelineStatus("p_2", True, (), (), Demand(0), "script")
+    program = PipelineStatus("p_2", (), (), Demand(0), "script")
     hosts = (NodeStatus("n", "node1", "10.0.0.1", NodeState.DRAINING, "why"),)
     answer = status_answer("joined", [job], [program], found, hosts)  # type: ignore[list-item]
     assert StatusAnswer.model_validate_json(answer.model_dump_json()) == answer

@@ -49,9 +49,9 @@ def test_a_name_that_does_not_say_which_job_is_refused_with_those_there_are() ->
 def test_an_attached_program_is_a_job_for_as_long_as_it_is_registered() -> None:
     train = Cluster("actor_train", 1, (0, 1))
     pipelines = (
-        PipelineStatus("ft_1", True, (train,), (), Demand(0), name="sort"),
-        PipelineStatus("job_2", True, (train,), ("actor_train",), Demand(0), name="script"),
-        PipelineStatus("job_3", True, (train,), (), Demand(0)),
+        PipelineStatus("ft_1", (train,), (), Demand(0), name="sort"),
+        PipelineStatus("job_2", (train,), ("actor_train",), Demand(0), name="script"),
+        PipelineStatus("job_3", (train,), (), Demand(0)),
     )
     holds = lease(7, "job_3", (0, 1), phase=Phase.ACTOR_TRAINING)
     now = [replace(control(holds), pipelines=pipelines), control()]

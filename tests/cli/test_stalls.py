@@ -18,7 +18,7 @@ CALLED = {"ft_1": "sort", "ft_2": "copy"}
 def pipeline(
     name: str, *waiting: str, clusters: tuple[Cluster, ...] = (TRAIN, INFER), demand: int = 0
 ) -> PipelineStatus:
-    return PipelineStatus(name, True, clusters, waiting, Demand(demand))
+    return PipelineStatus(name, clusters, waiting, Demand(demand))
 
 
 def pool(*pipelines: PipelineStatus, leases: tuple[LeaseStatus, ...] = ()) -> ControlStatus:

@@ -67,7 +67,7 @@ def test_a_gang_that_moved_says_from_where() -> None:
         (bundle, (3,), "rollout"),
     ):
         status = control(lease(1, "ft_1", devices, phase=Phase.ROLLOUT if cluster.elastic else Phase.ACTOR_TRAINING))
-        status = replace(status, pipelines=(PipelineStatus("ft_1", True, (cluster,), (), Demand(0)),))
+        status = replace(status, pipelines=(PipelineStatus("ft_1", (cluster,), (), Demand(0)),))
         line = line_of(drawn(Snapshot((job_status("sort", "ft_1"),), status, 1.0, None)), f"{devices[0]} (cpu)")
         assert line.split("sort")[1].strip() == phase
 
@@ -179,7 +179,7 @@ def in_trouble() -> ControlStatus:
     stuck = tuple(Process("node", pid, 1) for pid in (4711, 4712))
     return replace(
         control(gang, lease(2, "job_2", (3,))),
-        pipelines=(PipelineStatus("job_2", True, (), (), Demand(0), name="toy"),),
+        pipelines=(PipelineStatus("job_2", (), (), Demand(0), name="toy"),),
         granted_at={1: 0.0},
         holders={1: stuck, 2: tuple(Process("node", pid, 1) for pid in range(1, 6))},
         trouble="cannot write to the journal: disk full; nothing is granted",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.control.admission import LEAST, RESERVE, Host, Load, admit, overload
+from rlix.control.admission import LEAST, RESERVE, Load, admit, overload
 from rlix.control.settings import Settings
 from rlix.control.starts import Starts
 from rlix.node.memory import HostMemory, host_memory
@@ -18,7 +18,7 @@ from rlix.protocol.messages import Process, StartNeed
 from tests.control.world import World, process
 
 GB = 1_000_000_000
-HOST = {"node": Host(100 * GB, 50 * GB)}  # of which 10 stay free
+HOST = {"node": HostMemory(100 * GB, 50 * GB)}  # of which 10 stay free
 
 
 def load(job: str, expected: int, used: int = 0) -> Load:
@@ -41,7 +41,7 @@ def test_what_started_jobs_may_still_come_to_use_is_spoken_for() -> None:
 
 def test_alone_a_job_may_start_whatever_is_expected_of_it() -> None:
     assert admit(HOST, [], [load("a", 1000), load("b", 1)]).admitted == ("a",)
-    assert "on node other" in admit({**HOST, "other": Host(GB, 0)}, [load("x", 0)], [Load("a", {"other": 1})]).why
+    assert "on node other" in admit({**HOST, "other": HostMemory(GB, 0)}, [load("x", 0)], [Load("a", {"other": 1})]).why
     silent = Load("a", {"a host that does not answer": 1000 * GB})
     assert admit(HOST, [load("x", 0)], [silent]).admitted == ("a",)
 
@@ -54,7 +54,7 @@ def test_alone_a_job_may_start_whatever_is_expected_of_it() -> None:
 def test_nobody_overtakes_nothing_is_promised_twice_and_somebody_always_runs(
     available: int, started: list[tuple[int, int]], waiting: list[int]
 ) -> None:
-    hosts = {"node": Host(100 * GB, available * GB)}
+    hosts = {"node": HostMemory(100 * GB, available * GB)}
     running = [load(f"r{i}", expected, used) for i, (expected, used) in enumerate(started)]
     queue = [load(f"w{i}", expected) for i, expected in enumerate(waiting)]
     found = admit(hosts, running, queue)
@@ -69,12 +69,12 @@ def test_nobody_overtakes_nothing_is_promised_twice_and_somebody_always_runs(
         or (count == 1 and not running)
         or (not running and sum(waiting[1:count]) == 0)
     )
-    more = admit({"node": Host(100 * GB, (available + 10) * GB)}, running, queue)
+    more = admit({"node": HostMemory(100 * GB, (available + 10) * GB)}, running, queue)
     assert len(more.admitted) >= count
 
 
 def test_the_job_furthest_above_what_was_expected_ends_or_else_the_last() -> None:
-    full = {"node": Host(100 * GB, 4 * GB)}
+    full = {"node": HostMemory(100 * GB, 4 * GB)}
     assert full["node"].available < LEAST * full["node"].total
     modest, greedy, small = load("modest", 40, used=40), load("greedy", 10, used=30), load("small", 1, used=2)
     assert overload(HOST, [modest, greedy, small]) is None

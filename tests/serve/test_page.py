@@ -118,8 +118,8 @@ def fill(api: Api, home: Path) -> int:
     (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     pool, clock = api.pool, api.clock
     train = Cluster("actor_train", 1, (0, 1, 2, 3))
-    ours = PipelineStatus("ft_1", True, (train,), (), Demand(0), name="sweep")
-    other = PipelineStatus("job_2", True, (train,), ("actor_train",), Demand(0), name="my script")
+    ours = PipelineStatus("ft_1", (train,), (), Demand(0), name="sweep")
+    other = PipelineStatus("job_2", (train,), ("actor_train",), Demand(0), name="my script")
     waiting = Waiting("job_2", "actor_train", Phase.ACTOR_TRAINING, clock.now, "ft_1", ((0, 1, 2, 3),))
     pool.status = pool.status.__class__(pool.status.devices, (ours, other), (), waiting=(waiting,))
     for epoch in range(1, 20):

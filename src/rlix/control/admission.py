@@ -6,18 +6,12 @@ The first part of a queue: submitted, admitted, running, ended.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rlix.node.memory import HostMemory
+
 RESERVE = 0.10
 """Of a host's memory, what no job is admitted to: for what grows beyond what was expected, and for everybody else."""
 LEAST = 0.05
 """Of a host's memory: when less is available a job must end, before the kernel ends whatever it likes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """Bytes of memory: in all, and what whoever asks for it gets without taking it from others."""
-
-    total: int
-    available: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +35,7 @@ class Admission:
     why: str = ""
 
 
-def admit(hosts: Mapping[str, Host], started: Sequence[Load], waiting: Sequence[Load]) -> Admission:
+def admit(hosts: Mapping[str, HostMemory], started: Sequence[Load], waiting: Sequence[Load]) -> Admission:
     """In the order in which they wait: nobody overtakes one for whom there is not enough yet.
 
     What started jobs may still come to use is spoken for. When none has started the first one may, whatever is expected
@@ -65,7 +59,7 @@ def admit(hosts: Mapping[str, Host], started: Sequence[Load], waiting: Sequence[
     return Admission(tuple(admitted))
 
 
-def overload(hosts: Mapping[str, Host], started: Sequence[Load]) -> tuple[str, str] | None:
+def overload(hosts: Mapping[str, HostMemory], started: Sequence[Load]) -> tuple[str, str] | None:
     """The job that must end because a host has hardly any memory left, and why; None while all have enough.
 
     It is the one furthest above what was expected of it; where none is above, the last of those that started.

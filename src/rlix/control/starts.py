@@ -3,15 +3,13 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from rlix.control.admission import Host, Load, admit, overload
+from rlix.control.admission import Load, admit, overload
+from rlix.control.core import Core
+from rlix.node.memory import HostMemory
 from rlix.protocol.messages import Process, StartNeed
 from rlix.protocol.types import Phase
-
-if TYPE_CHECKING:
-    from rlix.control.core import Core
-    from rlix.node.memory import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +26,7 @@ class MemoryOf(Protocol):
         self,
         nodes: Sequence[str],
         processes: Sequence[Process],
-        done: "Callable[[Mapping[str, HostMemory]], None]",
+        done: Callable[[Mapping[str, HostMemory]], None],
     ) -> None: ...
 
 
@@ -45,10 +43,10 @@ class Starts:
     was measured there. A restarted control plane has forgotten that, and measures again.
     """
 
-    def __init__(self, core: "Core", memory_of: MemoryOf) -> None:
+    def __init__(self, core: Core, memory_of: MemoryOf) -> None:
         self._core = core
         self._memory_of = memory_of
-        self._hosts: dict[str, Host] = {}
+        self._hosts: dict[str, HostMemory] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._needs: dict[str, StartNeed] = {}  # of those that have started
         self._loads: dict[str, Mapping[str, int]] = {}  # what jobs use, by host
@@ -100,7 +98,7 @@ class Starts:
             return decided.why
         return f"{ahead} job{'s' if ahead > 1 else ''} before it wait{'' if ahead > 1 else 's'} for memory"
 
-    def _seen(self, found: "Mapping[str, HostMemory]") -> None:
+    def _seen(self, found: Mapping[str, HostMemory]) -> None:
         self._asked_at = None
         core, cap = self._core, self._core.settings.host_memory
         processes = {job: self._processes(job) for job in core.known.jobs}
@@ -113,11 +111,11 @@ class Starts:
             for job, load in self._loads.items()
             if job not in self._needs and (load or job in self._found)
         }
-        self._hosts = {name: Host(memory.total, memory.available) for name, memory in found.items()}
+        self._hosts = dict(found)
         if cap is not None:
-            for name, host in self._hosts.items():
+            for name, host in found.items():
                 left = cap - sum(load.get(name, 0) for load in self._loads.values())
-                self._hosts[name] = Host(min(host.total, cap), min(host.available, left))
+                self._hosts[name] = HostMemory(min(host.total, cap), min(host.available, left))
         for job in self._needs:
             self._learn(job, processes[job], used)
         self._relieve()

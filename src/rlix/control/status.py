@@ -32,11 +32,9 @@ def status_of(core: Core) -> ControlStatus:
     for each in waiting:
         of_pipeline.setdefault(each.pipeline_id, []).append(each.cluster)
     demands = {pipeline_id: demand for (pipeline_id, _), demand in state.demands.items()}
-    admitted = state.admitted
     pipelines = tuple(
         PipelineStatus(
             pipeline_id=pipeline_id,
-            admitted=pipeline_id in admitted,
             clusters=registration.clusters,
             waiting=tuple(of_pipeline.get(pipeline_id, ())),
             demand=demands.get(pipeline_id, Demand(0)),

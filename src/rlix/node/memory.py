@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlix.node.process import start_time
@@ -24,11 +24,12 @@ def set_oom_score(score: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes: of a machine, or of the container this is; and of each process, with whatever it has started."""
+    """Bytes of a machine, or of the container this is: in all, what whoever asks for it gets without taking it from
+    others, and of each process, with whatever it has started."""
 
     total: int
     available: int
-    used: Mapping[Process, int]
+    used: Mapping[Process, int] = field(default_factory=dict)
 
 
 def host_memory(processes: Iterable[Process], proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> HostMemory:

@@ -293,7 +293,6 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class PipelineStatus:
     pipeline_id: str
-    admitted: bool
     clusters: tuple[Cluster, ...]
     waiting: tuple[str, ...]  # clusters with a gang request that is not granted yet
     demand: Demand
