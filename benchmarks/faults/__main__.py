@@ -252,6 +252,7 @@ def campaign(options: argparse.Namespace, hosts: network.Network | None) -> tupl
             if options.keep:
                 shutil.copytree(pool.folder, options.keep, dirs_exist_ok=True)
         leaked = leaks(run)
+        run.probe.unregister("the campaign is over")  # and beats no more: Ray ends who calls it after `ray.shutdown`
         watcher.close()
         looks, double = watcher.looks, [*watcher.ledger.double, *watcher.violations]
         seen = [line for folder in jobs for line in Witness(folder / "witness").violations()]
