@@ -27,6 +27,7 @@ _OTHERS = tuple(range(2, HOSTS + 1))  # the first has Ray's head and the control
 _BACK_S = 120.0  # until a host's jobs have a device again: Ray and they have to start
 _LOST_S = 60.0  # until Ray has given a host up, and its leases have ended
 _LOSS = 2  # percent
+SILENT_S = 20.0  # more than a host is cut off without being given up
 
 
 def number_of(address: str) -> int:
@@ -41,6 +42,7 @@ class HostsPool(Pool):
         self.folder, self.home = jobs_on(1), Path(os.environ["RLIX_HOME"])
         self.locks = locks_of(1)
         self.settings = Settings.from_env()
+        settings = {**settings, "silent_s": SILENT_S}
         self.settings = Settings(self.home, ray_address=self.settings.ray_address, **settings)  # type: ignore[arg-type]
         self.busy = {number: Lock() for number in range(1, HOSTS + 1)}  # hosts something is happening to
 
@@ -92,11 +94,9 @@ class HostsPool(Pool):
         number = next((n for n in run.rng.sample(numbers, len(numbers)) if self.busy[n].acquire(blocking=False)), None)
         if number is None:
             raise TimeoutError("every host has something happening to it")
-        since = time.time()
         try:
             yield number
         finally:
-            run.blame(str(number), since)
             self.busy[number].release()
 
 
@@ -157,6 +157,7 @@ def lost(run: Campaign, *, seconds: float | None) -> Fault:
         pool.network.ray(number)
         pool.network.jobs(number, run.rng.randrange(1 << 30))
         back = _works(run, number, joins)
+        run.blame(str(number), at)
     kind = "host lost for ever, another joins" if seconds is None else f"host cut off for {seconds:g} s, comes back"
     note = f"its jobs had a device {back:.0f} s after Ray was started there" if back else "it was not used again"
     whole = None if ended is None else noticed + ended
@@ -192,6 +193,7 @@ def drained(run: Campaign) -> Fault:
         back_at = time.time()
         ray.get(pool.orchestrator.cordon.remote(node, False), timeout=60)
         back = _works(run, number, back_at)
+        run.blame(str(number), at)
     survived = ended is not None and back is not None and said.state is NodeState.CORDONED
     return Fault(
         "host drained and back",
