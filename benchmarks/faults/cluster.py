@@ -14,18 +14,21 @@ import ray
 
 from benchmarks.faults.campaign import RECOVERY_S, Campaign, host_of, until
 from benchmarks.faults.network import HOSTS, Network, jobs_on, locks_of
-from benchmarks.faults.pool import Pool
+from benchmarks.faults.pool import Pool, actor
 from benchmarks.faults.table import Fault
 from rlix.control.init import init, shutdown
+from rlix.control.rpc import Patient
 from rlix.control.settings import Settings
 from rlix.node.device_lock import LockRecord, holder
 from rlix.node.process import state
 from rlix.protocol.events import LeaseGranted
 from rlix.protocol.messages import Device, NodeState, Process
+from rlix.protocol.types import ORCHESTRATOR_ACTOR_NAME
 
 _OTHERS = tuple(range(2, HOSTS + 1))  # the first has Ray's head and the control plane
 _BACK_S = 120.0  # until a host's jobs have a device again: Ray and they have to start
 _LOST_S = 60.0  # until Ray has given a host up, and its leases have ended
+_ANSWER_S = 60.0
 _LOSS = 2  # percent
 SILENT_S = 20.0  # more than a host is cut off without being given up
 
@@ -186,12 +189,13 @@ def drained(run: Campaign) -> Fault:
     with pool.one_host(run, *_OTHERS) as number:
         node, at = pool.alive(number), time.time()
         devices = {device.id for device in pool.on(number)}
-        ray.get(pool.orchestrator.cordon.remote(node, True), timeout=60)
+        asked = Patient(lambda: actor(ORCHESTRATOR_ACTOR_NAME), "the orchestrator")
+        asked.ask("cordon", node, True, timeout_s=_ANSWER_S)
         ended = _free(run, number, devices, RECOVERY_S)
-        (said,) = [status for status in ray.get(pool.orchestrator.nodes.remote(), timeout=60) if status.node_id == node]
+        (said,) = [each for each in asked.ask("nodes", timeout_s=_ANSWER_S) if each.node_id == node]
         grants = run.grants_since(at)
         back_at = time.time()
-        ray.get(pool.orchestrator.cordon.remote(node, False), timeout=60)
+        asked.ask("cordon", node, False, timeout_s=_ANSWER_S)
         back = _works(run, number, back_at)
         run.blame(str(number), at)
     survived = ended is not None and back is not None and said.state is NodeState.CORDONED
