@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 
-from rlix.control.rpc import call, get, in_words, outlast, root_cause
+from rlix.control.rpc import call, in_words, outlast, root_cause
 from rlix.control.watch import died_by_itself
 from rlix.node import output
 from rlix.node.process import this_process
@@ -80,7 +80,7 @@ class JobCoordinator(PipelineCoordinator):
     def _end_unstarted(self, look_every_s: float) -> None:
         """Whoever launched it may die before it says `start`: the control plane forgets its pipeline, and it ends."""
         while not self._started.wait(look_every_s):
-            with contextlib.suppress(RlixError, RayError, ValueError):  # ValueError: there is no orchestrator
+            with contextlib.suppress(RlixError, RayError, ValueError, TimeoutError):  # there is no orchestrator, say
                 if not _is_registered(self._pipeline_id):
                     ray.kill(ray.get_runtime_context().current_actor)
 
@@ -330,9 +330,8 @@ async def _stand_for(pipeline_id: str) -> None:
 
 def _is_registered(pipeline_id: str) -> bool:
     orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
-    asked = orchestrator.registration.remote(pipeline_id)
     try:
-        get(asked, what=f"whether {pipeline_id} is registered", timeout_s=_CALL_TIMEOUT_S)
+        orchestrator.registration.remote(pipeline_id).future().result(_CALL_TIMEOUT_S)  # `ray.get` warns in such actors
     except PipelineGoneError:
         return False
     return True
