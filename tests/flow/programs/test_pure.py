@@ -161,8 +161,8 @@ def test_states_stay_side_by_side_only_where_the_measured_devices_have_room(tmp_
 def test_a_flow_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(SpecError, match="two parts are called 'a'"):
         Flow("f", [Part("a", Nothing, "run"), Part("a", Nothing, "run")], 4)
-    with pytest.raises(SpecError, match=r"b comes after \['c'\]"):
-        Flow("f", [Part("b", Nothing, "run", ("c",))], 4)
+    with pytest.raises(SpecError, match=r"b comes after \['c'\], and before it there are \['a'\]"):
+        Flow("f", [Part("a", Nothing), Part("b", Nothing, "run", ("c",))], 4)
     for items in (0, 64.0):
         with pytest.raises(SpecError, match=f"1 item or more, not {items}"):
             Flow("f", [Part("a", Nothing, "run")], items)  # type: ignore[arg-type]
@@ -217,8 +217,11 @@ def test_a_part_that_makes_no_sense_is_refused(wrong: dict[str, Any], said: str)
         *(({"name": name}, "a flow's name is 1 to 64 letters") for name in ("", "../../x", "a:b", 3, None, "x" * 65)),
         ({"parts": []}, "flow f: a flow has 1 to 8 parts, not 0"),
         ({"parts": [Part(f"p{n}", Nothing, "run") for n in range(9)]}, "flow f: a flow has 1 to 8 parts, not 9"),
-        ({"parts": Part("a", Nothing, "run")}, "flow f: parts is a list of Part, not Part"),
-        ({"parts": ["a"]}, "flow f: parts is a list of Part, and 'a' is none"),
+        (
+            {"parts": Part("a", Nothing, "run")},
+            r"flow f: parts \(each a Part, or a class .*\) is a list of Part, not Part",
+        ),
+        ({"parts": ["a"]}, r"flow f: parts \(each a Part, or a class .*\) is a list of Part, and 'a' is none"),
         ({"sample": 3}, "flow f: sample is a function that makes so many items, not 3"),
         ({"circles": Circle(("a", "b"), 2)}, "flow f: circles is a list of Circle, not Circle"),
     ],

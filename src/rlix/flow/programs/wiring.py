@@ -140,13 +140,13 @@ class Wiring:
             raise SpecError(f"flow {name}: sample is a function that makes so many items, not {sample!r}")
         if items is not None and not is_count(items):
             raise SpecError(f"flow {name}: a step has 1 item or more, not {items!r}")
-        known: set[str] = set()
+        known: list[str] = []
         for part in self.parts:
             if part.name in known:
                 raise SpecError(f"flow {name}: two parts are called {part.name!r}")
             if missing := [other for other in part.after or () if other not in known]:
-                raise SpecError(f"flow {name}: {part.name} comes after {missing}, which no part before it is called")
-            known.add(part.name)
+                raise SpecError(f"flow {name}: {part.name} comes after {missing}, and before it there are {known}")
+            known.append(part.name)
         self._check_circles()
 
     def _check_circles(self) -> None:
@@ -281,7 +281,7 @@ def _parts(flow: str, given: object) -> tuple[Part, ...]:
     """With what each comes after."""
     if isinstance(given, Iterable):
         given = [Part(one.__name__.lower(), one) if _is_worker(one) else one for one in given]
-    parts = all_of(Part, given, f"flow {flow}: parts")
+    parts = all_of(Part, given, f"flow {flow}: parts (each a Part, or a class derived from FlowWorker)")
     before: list[tuple[str, ...]] = [(), *((part.name,) for part in parts)]
     return tuple(
         part if part.after is not None else replace(part, after=default)
