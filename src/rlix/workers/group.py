@@ -303,7 +303,7 @@ class WorkerGroup:
         deadline = time.monotonic() + timeout_s
         alive = [rank for rank, process in processes.items() if not process.wait(deadline)]
         if alive:
-            logger.error("%s: the processes of rank(s) %s are still alive", self.name, joined(alive))
+            logger.error("%s: the processes of rank(s) %s are still alive", self.name, listed(alive))
         if left := kill(children, max(0.0, deadline - time.monotonic())):
             logger.error("%s: process(es) %s, started by its workers, are still alive", self.name, _join_pids(left))
 
@@ -377,7 +377,7 @@ class WorkerGroup:
         late = [rank for rank, future in zip(ranks, futures, strict=True) if not future.done()]
         if late:
             raise WaitTimeoutError(
-                f"{self.name}: rank(s) {joined(late)} did not answer {method}() within {timeout_s:g} s"
+                f"{self.name}: rank(s) {listed(late)} did not answer {method}() within {timeout_s:g} s"
             )
         return [future.result() for future in futures]
 
@@ -396,8 +396,8 @@ def _on_this_node(placements: Sequence[tuple[Device, ...]]) -> bool:
 
 
 def _join_pids(processes: Iterable[Process]) -> str:
-    return joined(process.pid for process in processes)
+    return listed(process.pid for process in processes)
 
 
-def joined(ranks: Iterable[int]) -> str:
+def listed(ranks: Iterable[int]) -> str:
     return ", ".join(str(rank) for rank in ranks)

@@ -126,7 +126,7 @@ class Bucket:
     entries: tuple[WeightEntry, ...]
 
 
-class _Layout:
+class _Places:
     """Gives each tensor its place: packed tightly, or alone when it fills half a bucket or more."""
 
     def __init__(self, bucket_bytes: int, aliases: Aliases | None) -> None:
@@ -162,7 +162,7 @@ def pack_stream(
     Raises:
         ValueError: `bucket_bytes` is not positive.
     """
-    places = _Layout(bucket_bytes, aliases)
+    places = _Places(bucket_bytes, aliases)
     # Pinned memory takes what a GPU sends several times as fast; torch keeps it for the next publication.
     buffer = torch.empty(bucket_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
     entries: list[WeightEntry] = []

@@ -33,7 +33,7 @@ from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerE
 from rlix.protocol.messages import Device
 from rlix.protocol.types import Phase
 from rlix.workers.counts import is_count
-from rlix.workers.group import joined
+from rlix.workers.group import listed
 from rlix.workers.locks.lock import DeviceLock
 from rlix.workers.user_errors import sent
 
@@ -239,7 +239,7 @@ class Running:
         with contextlib.suppress(WaitTimeoutError):  # it is ended, and so lost
             group.offload()
         if group.lost:
-            logger.warning("%s: rank(s) %s have died, too", group.name, joined(sorted(group.lost)))
+            logger.warning("%s: rank(s) %s have died, too", group.name, listed(sorted(group.lost)))
 
     @contextlib.contextmanager
     def _remedy(self) -> Iterator[None]:
@@ -258,7 +258,7 @@ class Running:
 
     def _check_lost(self) -> None:
         lost = [
-            f"{group.name}: rank(s) {joined(sorted(group.lost))} died" for group in self.groups.values() if group.lost
+            f"{group.name}: rank(s) {listed(sorted(group.lost))} died" for group in self.groups.values() if group.lost
         ]
         if lost:
             raise WorkerError("; ".join(lost))
