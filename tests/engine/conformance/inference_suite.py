@@ -306,4 +306,8 @@ def test_a_folder_that_went_away_is_an_error_and_published_weights_still_work(tm
     assert executor.life.phase is Phase.FAILED
     executor.load(other(2, version=1), ALL_PARTS)
     assert answers(executor) == expected(2)
+    executor.offload(keep_host=False)
+    folder(path, seed=0, config=CONFIG)
+    executor.load(None, ALL_PARTS)  # into what began with published ones
+    assert answers(executor) == expected(0)
     executor.close()
