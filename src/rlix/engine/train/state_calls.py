@@ -1,5 +1,6 @@
 """What can be done with the weights and the state of a `TrainEngine`: publish, sync, save and load."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, overload
 from weakref import WeakSet
 
+import ray
 import torch
 
 from rlix.engine.life_cycle import Residency
@@ -21,6 +23,8 @@ from rlix.engine.weights.shards import shares
 from rlix.protocol.errors import NotResidentError, WeightSyncError
 from rlix.workers.group import WorkerGroup
 from rlix.workers.per_rank import PerRank
+
+logger = logging.getLogger(__name__)
 
 _KNOWN_ANSWERS = 3
 """Publications of a group of workers that say what they answer: one for each way that weights come in."""
@@ -111,7 +115,10 @@ class StateCalls(TrainWorkers):
             split_for=layout,
         )
         self._publisher = group
-        return joined(stored)
+        published = joined(stored)
+        if ask and self._asked[1] == 1:
+            say_what_spills(self.name, published.manifest.nbytes, ray.nodes())
+        return published
 
     def _asks(self) -> bool:
         """Whether weights are published with what they answer: the first few of each group of workers.
@@ -229,6 +236,21 @@ class StateCalls(TrainWorkers):
         self._workers()
         if self.residency is Residency.HOST:
             self._check_resident()
+
+
+def say_what_spills(who: str, nbytes: int, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Ray writes what its store on a node has no room for to that node's disk, and reads it from there."""
+    for node in nodes:
+        room = int(node["Resources"].get("object_store_memory", 0))
+        if node["Alive"] and room < nbytes:
+            logger.warning(
+                "%s publishes %.1f GB of weights, and Ray's object store on %s holds %.1f GB: what is more goes by way "
+                "of its disk; start Ray there with a greater --object-store-memory, which takes room in /dev/shm",
+                who,
+                nbytes / 1e9,
+                node["NodeManagerAddress"],
+                room / 1e9,
+            )
 
 
 def _absolute(folder: str | Path) -> str:
