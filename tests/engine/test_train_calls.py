@@ -13,6 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rlix.engine.life_cycle import Residency
 from rlix.engine.residency import ResidentSet
+from rlix.engine.time_limits import loading_s
 from rlix.engine.train import checkpoint, lifecycle
 from rlix.engine.train.engine import TrainEngine, _say_items
 from rlix.engine.train.evacuation import Evacuated
@@ -21,6 +22,7 @@ from rlix.engine.train.layout import Layout
 from rlix.engine.train.lifecycle import StartedAs
 from rlix.engine.train.materialize import ModuleSpec
 from rlix.engine.train.random_state import random_state
+from rlix.engine.train.state_calls import say_what_spills
 from rlix.engine.train.worker import TrainWorker
 from rlix.protocol.errors import RlixError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind, Process
@@ -161,6 +163,16 @@ def test_whatever_a_rank_fails_with_is_its_error() -> None:
     assert isinstance(caught.value, RuntimeError)
 
 
+def test_weights_that_rays_store_does_not_hold_are_said_to_go_by_a_disk(caplog: pytest.LogCaptureFixture) -> None:
+    def node(address: str, room: float, *, alive: bool = True) -> dict[str, Any]:
+        return {"NodeManagerAddress": address, "Alive": alive, "Resources": {"object_store_memory": room}}
+
+    nodes = [node("203.0.113.1", 2e9), node("203.0.113.2", 1.9e9), node("203.0.113.3", 1.0, alive=False)]
+    say_what_spills("train-1", 2 * 10**9, nodes)
+    (said,) = caplog.messages
+    assert "train-1 publishes 2.0 GB of weights, and Ray's object store on 203.0.113.2 holds 1.9 GB" in said
+
+
 def test_a_state_of_something_else_than_tensors_is_refused() -> None:
     with pytest.raises(TypeError, match="no tensors in the state given: a, c"):
         TrainEngine(policy()).load_state_dict({"a": 3, "b": torch.zeros(1), "c": "x"})  # type: ignore[dict-item]
@@ -231,9 +243,17 @@ def test_nobody_can_call_new_workers_before_they_have_the_state(monkeypatch: pyt
     seen: list[tuple[str, bool]] = []
     old, new = Group(), Group(lambda method: seen.append((method, engine._group is old)))
     engine = failed_engine(monkeypatch, old, new)
-    monkeypatch.setattr(lifecycle, "evacuate", lambda *_, **__: Evacuated(("a", "b"), agree=True))
+    engine._part_bytes = 10**11
+    limits: list[float] = []
+
+    def evacuated(_: Any, *waits: float, **__: Any) -> Evacuated:
+        limits.extend(waits)
+        return Evacuated(("a", "b"), agree=True)
+
+    monkeypatch.setattr(lifecycle, "evacuate", evacuated)
     lost, _ = engine._recover(old, "train_step")  # type: ignore[arg-type]
     assert "started anew with their weights" in lost
+    assert limits == [lifecycle.SETTLE_TIMEOUT_S, loading_s(10**11, lifecycle.HAND_OVER_TIMEOUT_S)]
     assert seen == [("use_sgd", True), ("take_over", True)]
     assert (engine._group, engine._calls, old.closed) == (new, 2, True)
 

@@ -11,13 +11,25 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2ForCausalLM
 
-from rlix.engine.weights.buckets import ALIGNMENT, Bytes, Contents, fill, pack, pack_stream, runs_of
+from rlix.engine.time_limits import SLOWEST_BYTES_S
+from rlix.engine.weights.buckets import (
+    ALIGNMENT,
+    Bytes,
+    Contents,
+    Manifest,
+    WeightEntry,
+    fill,
+    pack,
+    pack_stream,
+    runs_of,
+)
 from rlix.engine.weights.publication import (
     NodeWeights,
     PublishedWeights,
     apply,
     named_weights,
     publish,
+    pulled,
     stream,
     tied_names,
     unpack,
@@ -243,6 +255,18 @@ def test_a_bucket_that_does_not_come_is_a_bounded_wait() -> None:
     with pytest.raises(WeightSyncError, match="nothing was changed: bucket 0 of 1 of weight version 9 did not arrive"):
         apply(torch.nn.Linear(1, 1), late, timeout_s=0.05)
     ray.cancel(pending)
+
+
+def test_a_larger_bucket_may_take_longer() -> None:
+    limits: list[float] = []
+
+    def fetch(_: object, timeout_s: float) -> Bytes:
+        limits.append(timeout_s)
+        return np.zeros(0, dtype=np.uint8)
+
+    experts = WeightEntry("experts", "bfloat16", (128, 3072, 4096), 1, 0)  # 3.2 GB
+    pulled(PublishedWeights(1, Manifest((WeightEntry("norm", "bool", (0,), 0, 0), experts)), ("a", "b")), fetch=fetch)
+    assert limits == pytest.approx([60.0, 60.0 + experts.nbytes / SLOWEST_BYTES_S])
 
 
 def test_published_memory_can_still_be_freed() -> None:

@@ -29,6 +29,7 @@ from rlix.engine.executors import vllm_abi, vllm_worker
 from rlix.engine.executors.base import ExecutorOptions, Site
 from rlix.engine.executors.vllm_arguments import engine_arguments, model_folder
 from rlix.engine.model_source import ModelSource
+from rlix.engine.time_limits import folder_bytes, loading_s
 from rlix.engine.weights import publication
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.node.addresses import name_interface
@@ -42,7 +43,7 @@ from rlix.workers.worker import LOCK_TIMEOUT_S, Worker
 
 logger = logging.getLogger(__name__)
 
-_CALL_TIMEOUT_S = 600.0  # for a follower to have started, or to have fetched weights
+_CALL_TIMEOUT_S = 600.0  # for a follower to have started, or to have fetched weights, of no size
 _END_TIMEOUT_S = 10.0
 
 
@@ -154,7 +155,8 @@ class FurtherNodes:
             for future in futures_of(self._group.call("stay")):
                 future.add_done_callback(partial(self._lost, self._group))
             yield {**span, "node_rank": 0}
-            self._group.results("begin", called, timeout_s=_CALL_TIMEOUT_S)
+            size = 0 if dummy else folder_bytes(self._source.path)
+            self._group.results("begin", called, timeout_s=loading_s(size, _CALL_TIMEOUT_S))
         except BaseException as error:  # raised again, or what it came of
             first = next((lost for f in begun if f.done() and (lost := f.exception()) is not None), None)
             self.close(graceful=False)
@@ -203,9 +205,10 @@ class FurtherNodes:
             return
         group = self._group
         called = [] if group is None else group.call("fetch", published)
+        limit_s = loading_s(published.manifest.nbytes, _CALL_TIMEOUT_S)
         try:
             with closing(publication.NodeWeights(published)) as own:
-                further = [] if group is None else group.results("fetch", called, timeout_s=_CALL_TIMEOUT_S)
+                further = [] if group is None else group.results("fetch", called, timeout_s=limit_s)
                 yield [own.published, *further]
         finally:
             if group is not None:

@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError
 from rlix.engine import placement
 from rlix.engine.base import Engine, plainly
 from rlix.engine.life_cycle import Residency, training
+from rlix.engine.time_limits import loading_s
 from rlix.engine.train.arguments import for_ranks
 from rlix.engine.train.evacuation import dead, evacuate, settled
 from rlix.engine.train.executor import TrainExecutor
@@ -30,7 +31,8 @@ GRACE_S = 3.0
 SETTLE_TIMEOUT_S = 15.0
 """How long ranks that wait for one that failed may take to come back before they are held to hang."""
 HAND_OVER_TIMEOUT_S = 60.0
-"""How long ranks that hang may take to tell what they hold before the engine is given up."""
+"""How long ranks that hang may take to tell what they hold before the engine is given up; longer, the more it is."""
+_STATE_BYTES = 12  # for each parameter: in float32, with AdamW's moments
 SPARE_GROUPS = 3
 """Places that an engine has left and may come back to: its workers stay there, with nothing on their devices."""
 _REBUILD = "build() the engine and load a state"
@@ -73,6 +75,7 @@ class TrainWorkers(Engine):
         self._spares: dict[tuple[Device, ...], tuple[WorkerGroup, Layout]] = {}  # who was left first comes first
         self._publisher: WorkerGroup | None = None  # who has what was published last
         self._built = 0  # how often workers were started
+        self._part_bytes = 0  # about, of a training state, on each rank
         self._replacing = threading.RLock()  # held while others take the workers' place: calls wait for these
         self._calls = 0  # of these workers
         self._open: list[_Call] = []  # the first one first
@@ -165,7 +168,9 @@ class TrainWorkers(Engine):
         try:
             self._name_holders(group)
             group.run("enter", lease, self._ended, timeout_s=how.build_timeout_s)
-            group.run("setup", how.executor, layout, spec, how.collective_timeout_s, timeout_s=how.build_timeout_s)
+            arguments = (how.executor, layout, spec, how.collective_timeout_s)
+            of_ranks = group.run("setup", *arguments, timeout_s=how.build_timeout_s)
+            self._part_bytes = of_ranks[0].parameters * _STATE_BYTES // layout.copy
         except WorkerError as error:
             raise plainly(error) from error.__cause__
 
@@ -369,7 +374,8 @@ class TrainWorkers(Engine):
         residency = self._life.residency  # as far as is known: who would be asked is being ended
         since = self._open[0].number if self._open else self._calls  # other threads do not know the outcome of theirs
         copies = layout.world > layout.copy
-        state = evacuate(group, SETTLE_TIMEOUT_S, HAND_OVER_TIMEOUT_S, since=since, copies=copies)
+        hand_over_s = loading_s(self._part_bytes, HAND_OVER_TIMEOUT_S)
+        state = evacuate(group, SETTLE_TIMEOUT_S, hand_over_s, since=since, copies=copies)
         if state is None:
             return self._give_up(
                 "not all ranks came back from it or told what they hold, so the workers were ended: weights and "

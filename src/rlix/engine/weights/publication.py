@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 from rlix.engine.life_cycle import WeightsId
 from rlix.engine.lora import AdapterConfig, without_adapters
 from rlix.engine.residency import local_tensor
+from rlix.engine.time_limits import loading_s
 from rlix.engine.weights.boxes import Box, common, elements, extent, slices, whole
 from rlix.engine.weights.buckets import (
     DEFAULT_BUCKET_BYTES,
@@ -315,8 +316,15 @@ def _by_bucket(manifest: Manifest) -> list[tuple[int, list[WeightEntry], tuple[R
     return [(index, entries, runs_of(entries)) for index, entries in found]
 
 
+@lru_cache(maxsize=4)
+def _bucket_sizes(manifest: Manifest) -> dict[int, int]:
+    return {index: sum(entry.nbytes for entry in entries) for index, entries, _ in _by_bucket(manifest)}
+
+
 def _fetch(published: PublishedWeights, index: int, timeout_s: float, fetch: Fetch | None) -> Bytes:
+    """`timeout_s`: for a bucket of no size; a tensor that travels alone may be of gigabytes."""
     reference = published.buckets[index]
+    timeout_s = loading_s(_bucket_sizes(published.manifest)[index], timeout_s)
     if fetch is not None:
         return fetch(reference, timeout_s)
     if isinstance(reference, np.ndarray):
