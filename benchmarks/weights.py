@@ -49,7 +49,9 @@ class Holder:
         return published, time.perf_counter() - start
 
     def pull(self, published: PublishedWeights) -> float:
-        return publication.apply(self.model, published).seconds
+        start = time.perf_counter()
+        publication.apply(self.model, published)
+        return time.perf_counter() - start
 
     def put_each(self) -> tuple[list[Any], float]:
         start = time.perf_counter()

@@ -19,7 +19,6 @@ WAIT_S = 300.0
 
 
 def make(source: object = None, seed: int | None = 0, **options: object) -> TransformersExecutor:
-    options = {"tile_tokens": 64, **options}
     executor = TransformersExecutor(ModelSource.of(source or qwen()), ExecutorOptions(**options), Site(DeviceKind.CPU))
     if seed is not None:
         executor.load(published(model(seed), version=1), ALL_PARTS)

@@ -27,8 +27,7 @@ SHORT = GenerationRequest("short", (5, 6), 8, temperature=0.0)
 
 @pytest.fixture
 def executor() -> Iterator[TransformersExecutor]:
-    options = ExecutorOptions(tile_tokens=64)
-    made = TransformersExecutor(ModelSource.of(qwen()), options, Site(DeviceKind.CPU))
+    made = TransformersExecutor(ModelSource.of(qwen()), ExecutorOptions(), Site(DeviceKind.CPU))
     made.load(published(model(0), version=1), ALL_PARTS)
     yield made
     made.close()

@@ -113,8 +113,8 @@ def test_published_weights_are_the_same_from_every_layout_and_apply_exactly(engi
     expected = Qwen2ForCausalLM(qwen())
     published = engine.publish(version=41, bucket_bytes=2**16)
     target = Qwen2ForCausalLM(qwen())
-    report = publication.apply(target, published)
-    assert (report.version, engine.version, len(published.buckets) > 1) == (41, 41, True)
+    publication.apply(target, published)
+    assert (published.version, engine.version, len(published.buckets) > 1) == (41, 41, True)
     assert engine.publish().version == 42
     for name, tensor in expected.state_dict().items():
         assert torch.equal(target.state_dict()[name], tensor), name

@@ -38,8 +38,6 @@ class ExecutorOptions:
         dtype: "float32", "bfloat16", ...; "auto": float32 on a virtual GPU, else what the configuration says.
         exact: of the transformers executor: what is drawn does not depend, to the bit, on what it is batched with,
             for less speed. None: True on a virtual GPU, so that sharing is invisible to learning; False on a GPU.
-        tile_tokens: most tokens per forward of an exact executor; None lets it choose. Results are equal to the bit
-            only between replicas of the same value.
         adapters: most LoRA adapters that are served at a time, and `adapter_rank` their greatest rank; vLLM makes
             room for so many when it starts. The transformers executor needs neither.
         declared: on a virtual GPU, how long decoding and moves last at least.
@@ -53,14 +51,13 @@ class ExecutorOptions:
     kv_cache_bytes: int | None = None
     dtype: str = "auto"
     exact: bool | None = None
-    tile_tokens: int | None = None
     adapters: int = 0
     adapter_rank: int = 0
     declared: DeclaredSpeed = AS_IT_IS
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "kv_cache_bytes", "tile_tokens"):
+        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "kv_cache_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: at least 1")

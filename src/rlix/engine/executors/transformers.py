@@ -32,8 +32,8 @@ class TransformersExecutor(LoopExecutor):
 
     Exact (`ExecutorOptions.exact`): a trajectory's tokens and log-probabilities do not depend on what it is batched
     with, on interruptions or on which replica goes on with it (see `exact_decoder`). On the CPU this holds to the bit,
-    between replicas with the same weights, dtype, `tile_tokens` and number of threads; on a GPU it
-    depends on the kernels (it held on an H200 in float32 and bfloat16), and for mixture-of-experts models it does not.
+    between replicas with the same weights, dtype and number of threads; on a GPU it depends on the kernels (it held on
+    an H200 in float32 and bfloat16), and for mixture-of-experts models it does not.
 
     Not exact: ordinary batched decoding (see `batched_decoder`). The random draws of a trajectory are the same however
     it is batched or interrupted, but probabilities differ by rounding, so that in the end a token may differ.
@@ -134,10 +134,10 @@ class TransformersExecutor(LoopExecutor):
 
     def _write(self, published: PublishedWeights) -> int:
         assert self._model is not None
-        report = publication.apply(self._model, published)
+        moved = publication.apply(self._model, published)
         if self._decoder is not None:
             self._decoder.forget_prompts()
-        return report.bytes
+        return moved
 
     @torch.no_grad()
     def _score(self, tokens: Sequence[int]) -> tuple[list[float], str] | None:
@@ -212,7 +212,7 @@ class TransformersExecutor(LoopExecutor):
         limits = DecoderLimits(self._options.max_num_seqs, self._max_length(), self._kv_bytes())
         decoder: Decoder
         if self._exact:
-            tile = self._options.tile_tokens or (256 if self._device.type == "cuda" else 128 if small else 32)
+            tile = 256 if self._device.type == "cuda" else 128 if small else 32
             decoder = ExactDecoder(self._model, self._device, limits, tile_tokens=tile)
         else:
             decoder = BatchedDecoder(self._model, self._device, limits)

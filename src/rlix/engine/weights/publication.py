@@ -4,7 +4,6 @@ Published buckets live in Ray's object store: shared memory on a node (readers m
 between nodes. Each rank of a trainer publishes what it holds, so a bucket may hold boxes of tensors.
 """
 
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -109,14 +108,6 @@ class PublishedAdapter:
 Published = PublishedWeights | PublishedAdapter
 
 
-@dataclass(frozen=True, slots=True)
-class ApplyReport:
-    version: int
-    tensors: int
-    bytes: int
-    seconds: float
-
-
 def publish(
     named: Named,
     version: int,
@@ -204,8 +195,8 @@ def _in_both(box: Box, wanted: Sequence[Box]) -> list[Box]:
 
 def apply(
     model: torch.nn.Module, published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch | None = None
-) -> ApplyReport:
-    """Copy published weights into a model in place, after every name, shape and dtype was found to agree.
+) -> int:
+    """Copy published weights into a model in place, after every name, shape and dtype was found to agree; the bytes.
 
     Each name of the model's state dict must be published, and each published tensor must have a place in the model.
     A model that ties weights takes a tied tensor once. dtypes must agree, unless both are floating point: then the
@@ -216,7 +207,6 @@ def apply(
             arrive; the model is unchanged.
         WaitTimeoutError, TransferError: a later bucket did not arrive; the model may be partly updated.
     """
-    start = time.perf_counter()
     targets = targets_of(model, published)
     devices = {target.device for target in targets.values()}
     moved = 0
@@ -228,7 +218,7 @@ def apply(
             else:
                 bucket.copy_to(targets)
             moved += sum(run.stop - run.start for run in bucket.runs)
-    return ApplyReport(published.version, len(targets), moved, time.perf_counter() - start)
+    return moved
 
 
 def check(model: torch.nn.Module, published: PublishedWeights) -> None:
