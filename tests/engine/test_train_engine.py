@@ -249,7 +249,8 @@ def test_a_move_that_failed_on_one_rank_does_not_block_the_next(
         if method != "to_host":
             return run(method, *args, timeout_s=timeout_s, **more)
         engine._calls += 1
-        refs = [group.call("do", engine._calls, what, ranks=[rank])[0] for rank, what in enumerate((method, "ping"))]
+        number = engine._calls
+        refs = [group.call("do", number, number, what, ranks=[r])[0] for r, what in enumerate((method, "ping"))]
         group.results(method, refs, timeout_s=timeout_s)
         raise WorkerError("rank 1 had no room")
 

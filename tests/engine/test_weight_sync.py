@@ -130,9 +130,9 @@ def test_what_weights_are_said_to_answer_is_read_with_them(
     methods: list[str] = []
     send = trainer._send
 
-    def noted(method: str, *args: Any, **more: Any) -> Any:
+    def noted(call: Any, method: str, *args: Any, **more: Any) -> None:
         methods.append(method)
-        return send(method, *args, **more)
+        send(call, method, *args, **more)
 
     monkeypatch.setattr(trainer, "_send", noted)
     published = trainer.publish()
