@@ -7,6 +7,7 @@ from threading import Barrier
 from typing import Any
 
 import pytest
+import ray
 
 from rlix.control.program import attach
 from rlix.flow.parts.flow_worker import FlowWorker
@@ -15,14 +16,30 @@ from rlix.flow.programs.running import Running
 from rlix.flow.programs.wiring import Part
 from rlix.pipeline.parts import Answered, Generate, Policy, Train
 from rlix.pipeline.rollout.rollout import RolloutManager
+from rlix.pipeline.sources.choice import build_task
+from rlix.pipeline.sources.tasks.base import Task
 from rlix.protocol.types import Phase
-from tests.pipeline.training_jobs import until_nothing_is_held
+from tests.pipeline.training_jobs import closing_jobs, learnt_of, small, until_nothing_is_held
+from tests.pipeline.training_jobs import learnt as of_run
 from tests.waiting import PROGRAM_S, until
 
 pytestmark = pytest.mark.ray
 
 GPUS = 2
 INSTANT = dict.fromkeys(("trained_token_ms", "expand_s", "sync_s", "shrink_s", "move_s"), 0.0)
+
+
+class Asks(FlowWorker):
+    """The task that a job has, for its rewards."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def run(self, answered: Sequence[Answered]) -> list[Answered]:
+        return [
+            one.rewarded(self.task.reward(one.prompt, s.turns[0].answer.token_ids) for s in one.samples)
+            for one in answered
+        ]
 
 
 class Judge(FlowWorker):
@@ -92,27 +109,50 @@ def test_a_gang_takes_a_flows_rollout_again_and_again_and_it_learns_the_same() -
                         open_then.append(manager._router.outstanding)
                         assert not manager._pool.held
                 shared.append(stepping.result())
+                replicas: Any = running.groups["generate"]
+                ray.kill(replicas.worker.engine.replicas.handles[step])  # another takes its place
         assert shared == alone
         assert sum(left > 0 for left in open_then) >= 2, (taken, open_then)  # and not when its segment had ended
         assert manager.slot_use()["tokens_recomputed"] > 0
 
 
-def test_flows_on_the_same_devices_starve_nobody() -> None:
-    steps, begin = 3, Barrier(2)
-    elsewhere = {f"gang{n}": list(range(GPUS, 8)) for n in range(3)}
+def test_flows_and_the_job_of_the_same_numbers_share_devices_and_learn_the_same(tmp_path: Path) -> None:
+    both = {"devices": tuple(range(GPUS))}
+    spec = small(
+        name="job",
+        steps=3,
+        warmup=None,
+        rollout={"max_new_tokens": 24},
+        clusters={"actor_train": both, "actor_infer": both},
+        declared_speed={"token_ms": 10.0, **INSTANT},
+    )
+    begin, seen = Barrier(2), list[str]()
 
-    def run(name: str) -> list[Any]:
-        with answering(name, token_ms=5.0).start(GPUS, like=prompts(0), plan="collocated") as running:
-            assert [device.id for device in running.devices] == [0, 1]
+    def run(name: str) -> list[dict[str, Any]]:
+        policy, metrics = Policy(spec), list[dict[str, Any]]()
+        assert spec.source.task is not None
+        task = build_task(spec.source.task, policy.tokenizer)
+        asked = [task.prompts(spec.seed, step, spec.rollout.prompts_per_step) for step in range(spec.steps)]
+        judge = Part("judge", Asks, cpu_ranks=1, kwargs={"task": task})
+        flow = Flow(name, [Generate(policy), judge, Train(policy)])
+        with flow.start(GPUS, like=asked[0], plan="collocated") as running:
+            assert {device.id for device in running.devices} == set(both["devices"])
             begin.wait(PROGRAM_S)
-            for step in range(steps):
-                found[name].append(learnt(running, step))
+            for prompts in asked:
+                running.step(prompts)
+                metrics.append(learnt_of(running.metrics))
                 seen.append(name)
-            return found[name]
+                if name == "two" and len(metrics) == 1:
+                    running.restart("generate")
+        return metrics
 
-    found: dict[str, list[Any]] = {"one": [], "two": []}
-    seen: list[str] = []
-    with attach("elsewhere", gangs=elsewhere), ThreadPoolExecutor(2) as threads:  # others' devices are crowded
-        first, second = threads.map(run, found)
-    assert first == second
-    assert set(seen[:steps]) == set(found)  # before one has ended the other is on its way
+    elsewhere = {f"gang{n}": list(range(GPUS, 8)) for n in range(4)}
+    with attach("elsewhere", gangs=elsewhere), closing_jobs() as jobs, ThreadPoolExecutor(2) as threads:
+        started = jobs.start(spec, runs=tmp_path)  # on crowded devices, if the others were not more so
+        one, two = threads.map(run, ("one", "two"))
+        jobs.finish(*started)
+    known = [{name: row[name] for name in one[0] if name in row} for row in of_run(tmp_path / "job")]
+    assert {"loss", "grad_norm", "reward", "trajectories_digest"} <= known[0].keys()
+    assert [{name: row[name] for name in known[0]} for row in one] == known
+    assert one == two
+    assert set(seen[: spec.steps]) == {"one", "two"}  # before one has ended the other is on its way
