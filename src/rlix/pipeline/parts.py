@@ -12,14 +12,11 @@ An item is a prompt, and then what was answered it: a group of samples, with rew
 """
 
 import shutil
-import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import inf
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,9 +37,8 @@ from rlix.pipeline.ends import Ends
 from rlix.pipeline.models import prepare_model
 from rlix.pipeline.policy import score, update
 from rlix.pipeline.requests.whole import STATE, published
-from rlix.pipeline.rollout.bundle_feed import BundleFeed, started
-from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Trajectory
+from rlix.pipeline.rollout.shared import SharedRollout
 from rlix.pipeline.samples import Sample, Samples, Turn, measured
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import ended
@@ -56,7 +52,7 @@ from rlix.pipeline.tokenizer import load_tokenizer, read
 from rlix.pipeline.training.metrics import mean_metrics
 from rlix.pipeline.training.policy import policy_on_meta
 from rlix.pipeline.training.updates import updates
-from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Cluster, Process
 from rlix.protocol.types import Phase
 from rlix.workers.scratch import Scratch
@@ -193,8 +189,7 @@ class _Generate(_Engine):
     def __init__(self, policy: Policy, unit: int) -> None:
         super().__init__(policy)
         self._unit = unit
-        self._rollout: tuple[RolloutManager, BundleFeed] | None = None
-        self._stop = threading.Event()
+        self._rollout: SharedRollout | None = None
         self._given: PublishedWeights | None = None  # what the engine came with; None: its folder's
         self._step = self._count = 0  # prompts of this step that were texts
 
@@ -212,11 +207,17 @@ class _Generate(_Engine):
         )
         self._name(self.engine.processes)
 
-    def share(self, client: JobClient, cluster: Cluster, folder: RunFolder) -> None:
-        self._rollout = started(self.engine, cluster, client, self.policy.spec.rollout.max_num_seqs, folder)
+    def share(self, client: JobClient, cluster: Cluster, folder: RunFolder) -> SharedRollout:
+        slots = self.policy.spec.rollout.max_num_seqs
+        self._rollout = SharedRollout(self.engine, cluster, client, slots, folder)
+        return self._rollout
+
+    @property
+    def processes(self) -> Mapping[int, Process]:
+        return self.engine.processes  # of replicas, others may have taken the place of some
 
     def clock(self) -> float:
-        return super().clock() if self._rollout is None else self._rollout[0].devices_s
+        return super().clock() if self._rollout is None else self._rollout.devices_s
 
     def step_begins(self, number: int) -> None:
         self._step, self._count = number, 0
@@ -226,23 +227,17 @@ class _Generate(_Engine):
             self._given = self.policy.published
             self.engine.acquire(self.lease, self._given)
         else:
-            self._rollout[0].publish(self.policy.weights)
+            self._rollout.publish(self.policy.weights)
 
     def offload(self) -> None:
         if self._rollout is None:
             self.engine.release(self.lease)
 
     def close(self) -> None:
-        self._stop.set()
         if self._rollout is None:
             super().close()
-            return
-        manager, bundles = self._rollout
-        bundles.close()
-        manager.close()
-        super().close()
-        with suppress(RlixError):  # its processes have ended, which frees the devices in any case
-            bundles.leave()
+        else:
+            self._rollout.close()
 
     def memory(self) -> tuple[float, float]:
         held = max(report.device_bytes for report in self.engine.replicas.run("report", timeout_s=60.0))
@@ -270,8 +265,8 @@ class _Generate(_Engine):
     def _answers(self, asked: Sequence[Trajectory]) -> list[Sample]:
         if self._rollout is None:
             self._generate(asked)
-        else:  # how long that may take is measured by who called
-            self._rollout[0].generate(self._step, asked, inf, self._stop)
+        else:
+            self._rollout.generate(self._step, asked)
         samples = []
         for one in asked:
             answer, end = ended(one, self.policy.ends)

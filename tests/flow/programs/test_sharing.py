@@ -69,7 +69,7 @@ def learnt(running: Running, step: int) -> Any:
 
 def rollout(running: Running) -> RolloutManager:
     worker: Any = running.groups["generate"]
-    manager: RolloutManager = worker.worker._rollout[0]
+    manager: RolloutManager = worker.worker._rollout._manager
     return manager
 
 

@@ -197,8 +197,9 @@ class Shares(LocalWorker):
     over: Any = None  # the lease that it left last, under which no engine comes back
     processes: ClassVar[Any] = {0: "a replica's"}
 
-    def share(self, client: Any, cluster: Cluster, folder: RunFolder) -> None:
+    def share(self, client: Any, cluster: Cluster, folder: RunFolder) -> Any:
         self.told.append((cluster.name, [device.id for device in self.devices], folder.path.name))
+        return SimpleNamespace(is_open=False, worked_s=0.0, holds=False, let_go=lambda timeout_s: None)
 
     def onload(self) -> None:
         assert self.lease is None or self.lease is not self.over, "it has ended"
@@ -228,7 +229,7 @@ def test_a_part_that_can_share_holds_no_gang_unless_others_have_devices_beside_i
         assert running.step(range(4)) == [3 * n + 4 for n in range(4)]
         assert jobs[0].asked == [(Phase.OLD_LOG_PROBS, 3)]  # of the last part
         assert told == [("rollout", [0, 1], "sums"), "shares"]
-        assert jobs[0].named == {}  # by the group's own cluster
+        assert jobs[0].named == {0: "a replica's"}
         first, second, third = running.plan.segments
         (far,), (shares,), (after,) = first.stages, second.stages, third.stages
         told.clear()

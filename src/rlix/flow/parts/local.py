@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import ray
 
@@ -14,7 +14,7 @@ from rlix.node.devices import smallest_memory
 from rlix.node.pinned_memory import memory_bytes
 from rlix.node.run_folder import RunFolder
 from rlix.protocol.errors import WaitTimeoutError
-from rlix.protocol.messages import Cluster, Device, DeviceKind, Fence, Process
+from rlix.protocol.messages import Cluster, Device, DeviceKind, Fence, Lease, Process
 
 _LOOK_S = 0.2
 
@@ -37,7 +37,7 @@ class LocalWorker(FlowWorker):
     def begin(self) -> None:
         """Start what needs no device."""
 
-    def share(self, client: JobClient, cluster: Cluster, folder: RunFolder) -> None:
+    def share(self, client: JobClient, cluster: Cluster, folder: RunFolder) -> "Shared":
         """Its devices are those of this elastic cluster, of which it has from now on what the pool says, without a
         `lease`: `onload` and `offload` say only when it works."""
         raise NotImplementedError
@@ -62,6 +62,33 @@ class LocalWorker(FlowWorker):
 
     def close(self) -> None:
         """End them, whatever they do."""
+
+
+class Shared(Protocol):
+    """What a part does on devices that come and go."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has something to do."""
+        ...
+
+    @property
+    def worked_s(self) -> float:
+        """Seconds for which it has worked so far, on each of its devices."""
+        ...
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is on devices of the gang."""
+        ...
+
+    def hold(self, gang: Lease) -> None:
+        """It has these devices until it is told to let go, beside those that come and go."""
+        ...
+
+    def let_go(self, timeout_s: float) -> None:
+        """Of the gang, if it has one. Raises WaitTimeoutError: its bytes are there still."""
+        ...
 
 
 class LocalCall:

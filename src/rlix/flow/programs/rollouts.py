@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlix.control.client import JobClient
-from rlix.flow.parts.local import LocalGroup, LocalWorker
+from rlix.flow.parts.local import LocalGroup, LocalWorker, Shared
 from rlix.flow.planner import Plan, SegmentPlan
 from rlix.flow.profiler.measure import start
 from rlix.flow.programs.wiring import Part, Wiring
@@ -44,18 +44,17 @@ class Rollouts:
         found = [name for segment in plan.segments if (name := alone(segment)) in can and name is not None]
         return {name: can[name] for name in found}
 
-    def start(self, part: Part, cluster: str, name: str, timeout_s: float) -> LocalGroup:
+    def start(self, part: Part, cluster: str, name: str, timeout_s: float) -> tuple[LocalGroup, Shared]:
         """Its replicas, one for each of the cluster's bundles, of which none has its devices yet."""
         mine, known = self.client.registration().cluster(cluster), self.client.devices()
         devices = [known[id] for id in mine.devices]
         group = start(part, len(mine.bundles), devices, 0, name, timeout_s=timeout_s)
         assert isinstance(group, LocalGroup)
         try:
-            group.worker.share(self.client, mine, self.folder)
+            return group, group.worker.share(self.client, mine, self.folder)
         except BaseException:  # raised again; nothing is left behind
             group.close()
             raise
-        return group
 
 
 def _clusters(flow: Wiring) -> dict[str, Part]:

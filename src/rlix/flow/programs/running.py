@@ -14,7 +14,7 @@ from rlix.control.program import Program
 from rlix.control.run_record import OWN, RunRecord
 from rlix.flow.parts.flow_worker import FlowWorker, fetch
 from rlix.flow.parts.items import Items
-from rlix.flow.parts.local import LocalGroup
+from rlix.flow.parts.local import LocalGroup, Shared
 from rlix.flow.parts.logged import named_apart
 from rlix.flow.parts.ranks import Ranks
 from rlix.flow.planner import Mode, PartPlan, Plan, SegmentPlan, StagePlan
@@ -23,6 +23,7 @@ from rlix.flow.profiler.profile import Profile
 from rlix.flow.programs.checks import check_gang, check_items, wanted_plan
 from rlix.flow.programs.drift import Drift, rescaled
 from rlix.flow.programs.interrupts import until_ended
+from rlix.flow.programs.patience import patient
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.rollouts import Rollouts, alone
 from rlix.flow.programs.segment import SegmentRun
@@ -79,7 +80,7 @@ class Running:
         check_gang(flow.name, devices, job, cluster)
         self.flow, self.devices, self.profile = flow, tuple(devices), profile
         self._job, self._cluster, self._leaves, self._record = job, cluster, leaves, record
-        self._rollouts, self._elastic = rollouts, dict[str, str]()  # by part, its cluster
+        self._rollouts, self._sharing = rollouts, dict[str, Shared]()  # parts whose devices come and go
         self._busy = Busy()
         self._device_bytes, self._timeout_s = device_bytes, timeout_s
         self.planned = None if isinstance(plan, Plan) else self._make_plan(profile)
@@ -275,7 +276,6 @@ class Running:
         if self.plan.resident and len(stay) == len(stages):
             together.append(frozenset(names.values()))
         self._lock = DeviceLock(together)
-        self._elastic = {} if self._rollouts is None else self._rollouts.of(self.flow, self.plan)
         for placed in self.plan.parts:
             if placed.name in self.groups:
                 continue
@@ -295,8 +295,10 @@ class Running:
 
     def _group(self, placed: PartPlan, name: str) -> Ranks:
         part, limit = self.flow.part(placed.name), self._timeout_s
-        if placed.name in self._elastic and self._rollouts is not None:
-            return self._rollouts.start(part, self._elastic[placed.name], name, limit)
+        self._sharing.pop(placed.name, None)
+        if self._rollouts is not None and placed.name in (shared := self._rollouts.of(self.flow, self.plan)):
+            group, self._sharing[placed.name] = self._rollouts.start(part, shared[placed.name], name, limit)
+            return group
         return start(part, placed.ranks, self.devices, placed.first, name, timeout_s=limit)
 
     def _places(self, plan: Plan) -> dict[str, object]:
@@ -306,14 +308,13 @@ class Running:
 
     def _name_holders(self) -> None:
         if self._job is not None and self._cluster is not None:
-            own = [group for name, group in list(self.groups.items()) if name not in self._elastic]
-            processes = [process for group in own for process in group.processes.values()]
+            processes = [p for group in list(self.groups.values()) for p in group.processes.values()]
             self._job.name_holders(self._cluster, dict(enumerate(processes)))
 
     def _note(self, part: str, kind: str, start: float, end: float) -> None:
         self._busy.note(part, kind, start, end)
         placed = next(one for one in self.plan.parts if one.name == part)
-        if self._record is not None and placed.devices and part not in self._elastic:  # whose replicas write it
+        if self._record is not None and placed.devices and part not in self._sharing:  # whose replicas write it
             mine = [device.id for device in self.devices[placed.first : placed.first + placed.devices]]
             phase = self.flow.part(part).worker.phase.name.lower()
             self._record.did(phase, mine, kind, start, end, part)
@@ -325,11 +326,12 @@ class Running:
         lease = None if self._job is None else StepLease(self._job.client, self._cluster or "", self._lock)
         with lease or contextlib.nullcontext():
             for index, segment in enumerate(self.plan.segments):
-                shares = alone(segment) in self._elastic
+                shares = self._sharing.get(alone(segment) or "")
                 if lease is not None:
+                    mine = [self.devices[i].id for i in segment.used]
                     asking = [p.name for stage in segment.stages for p in stage.parts if p.devices]
                     phase = min((self.flow.part(name).worker.phase for name in asking), default=Phase.ACTOR_TRAINING)
-                    fence = lease.change([] if shares else [self.devices[i].id for i in segment.used], phase)
+                    fence = lease.change(mine if shares is None else [], phase)
                     for group in self.groups.values():
                         group.lease = fence
                 chunk = self._chunks.get(index, segment.chunk)
@@ -337,10 +339,14 @@ class Running:
                     self.flow, segment, index, self.groups, self._lock, source, made, chunk, self._timeout_s, self._note
                 )
                 self._segment = run
-                self._run_stages(run, segment, None if shares else lease)
+                waits: Any = contextlib.nullcontext()
+                if shares is not None and lease is not None:
+                    waits = patient(shares, lease, mine, phase, self._name_holders, self._timeout_s)
+                with waits:
+                    self._run_stages(run, segment, lease if shares is None else None)
                 made |= run.outputs()
                 # How long a part takes that shares, is not its own doing.
-                self._drift.saw({name: calls for name, calls in run.seconds.items() if name not in self._elastic})
+                self._drift.saw({name: calls for name, calls in run.seconds.items() if name not in self._sharing})
         self._segment = None
         return made
 
@@ -350,7 +356,7 @@ class Running:
             for i, stage in enumerate(segment.stages):
                 work = (run, stage, lease, ended[i])
                 threading.Thread(target=self._stage, args=work, name=f"{self.flow.name}:{i}", daemon=True).start()
-            until_ended(ended, run, [self.groups[name] for name in segment.names], held=lease is not None)
+            until_ended(ended, run, [self.groups[name] for name in segment.names], held=self._job is not None)
         except BaseException as error:  # raised again; no stage goes on when the step has ended
             run.fail(error)
             raise

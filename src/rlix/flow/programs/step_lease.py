@@ -36,11 +36,17 @@ class StepLease:
         """
         self._lock.clear()
         if not devices:
-            self._end()
+            self.end()
             return None
         lease = self._client.acquire(self._cluster, phase, devices=devices, giving=self._held)
         self._held = (lease,)
         return self._client.fence(lease)
+
+    def add(self, devices: Sequence[int], phase: Phase, stop: threading.Event) -> Lease:
+        """Within a segment that holds nothing: wait for these devices. Raises what `JobClient.acquire` raises."""
+        lease = self._client.acquire(self._cluster, phase, devices=devices, stop=stop)
+        self._held = (lease,)
+        return lease
 
     def leave(self, names: Collection[str], devices: Sequence[int]) -> None:
         """Within a segment: give back the devices of these parts, which have done their work, while others go on.
@@ -51,11 +57,12 @@ class StepLease:
         with self._leaving:
             (lease,) = self._held
             if set(lease.devices) <= set(devices):  # those that go on need no device
-                self._end()
+                self.end()
             else:
                 self._held = (self._client.give_back(lease, devices),)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Give back what is held, when no byte is there any more."""
         held, self._held = self._held, ()
         if held:
             self._client.release(*held)
@@ -71,7 +78,7 @@ class StepLease:
                 self._lock.end()  # or the pool, which finds these devices locked, would end all workers of the job
                 raise
             finally:
-                self._end()
+                self.end()
         except (RlixError, RayError) as error:
             if kind is None:
                 raise

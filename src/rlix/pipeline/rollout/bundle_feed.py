@@ -38,7 +38,8 @@ class BundleFeed:
         self._rollout.report(demand)
 
     def release(self, lease: Lease) -> None:
-        self._rollout.give_back(lease)
+        if lease.cluster == self._rollout.cluster:  # else it is a gang, of which this is one bundle of several
+            self._rollout.give_back(lease)
 
     def name_holders(self, cluster: str, processes: Mapping[int, Process]) -> None:
         self._client.name_holders(cluster, processes)

@@ -168,6 +168,21 @@ class RolloutManager:
         """By how much the replicas' decoding took longer than declared, in all; one step more or less."""
         return self._router.late_s
 
+    @property
+    def decoding_s(self) -> float:
+        """Seconds for which replicas have decoded, all of them together."""
+        return self._router.decoding_s
+
+    @property
+    def is_open(self) -> bool:
+        """Whether trajectories are not finished yet."""
+        return self._router.outstanding > 0
+
+    @property
+    def held(self) -> Mapping[int, tuple[int, ...]]:
+        """The devices of each bundle that has a lease."""
+        return self._pool.held
+
     def abandon(self, reason: Exception, purpose: str | None = "", adapter: str = "") -> None:
         """Drop the open trajectories of an owner (purpose None: of an adapter for whatever purpose) and expect none;
         whoever waits for one is told the reason."""

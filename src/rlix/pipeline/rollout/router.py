@@ -115,6 +115,7 @@ class Router:
         self._spare = max(1, slots // 8) if spare is None else spare
         self._replicas = [_Replica(limit=slots + self._spare) for _ in range(replicas)]
         self.late_s = 0.0  # by how much decoding took longer than declared, in all
+        self.decoding_s = 0.0  # of all replicas together
         self._prefix_cache = prefix_cache
         self._queue = FairQueue()
         self._open: dict[str, Trajectory] = {}
@@ -365,6 +366,7 @@ class Router:
         if steps > 0:  # else nothing was decoded, or by another process
             tokens = counters.tokens - before.tokens
             self._estimates.saw_steps(counters.seconds - before.seconds, steps, tokens)
+            self.decoding_s += counters.seconds - before.seconds
             self.decoded = (self.decoded[0] + tokens, self.decoded[1] + steps * self._slots)
             self.late_s += counters.late_s - before.late_s
         if counters.waiting > 0:
