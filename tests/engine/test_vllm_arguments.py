@@ -45,6 +45,13 @@ def test_on_a_virtual_gpu_prompts_are_computed_whole() -> None:
     assert "enable_chunked_prefill" not in arguments(GPUS, gpu_memory_utilization=0.3)
 
 
+def test_what_sleeps_on_a_gpu_takes_its_graphs_along_unless_told_otherwise() -> None:
+    name = "sleep_mode_offload_cudagraph"
+    assert arguments(GPUS, gpu_memory_utilization=0.3)[name]
+    assert not arguments(GPUS, gpu_memory_utilization=0.3, more={name: False})[name]
+    assert not arguments(Site(DeviceKind.CPU))[name]
+
+
 def test_a_users_options_are_passed_on_and_adapters_have_room() -> None:
     made = arguments(Site(DeviceKind.CPU), more={"block_size": 32, "enforce_eager": False}, adapters=3, adapter_rank=20)
     assert (made["block_size"], made["enforce_eager"]) == (32, False)

@@ -31,6 +31,7 @@ def engine_arguments(
     return {
         "skip_tokenizer_init": True,
         "enforce_eager": virtual,
+        "sleep_mode_offload_cudagraph": not virtual,  # what is asleep leaves nothing of its graphs to the next holder
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         **options.more,
