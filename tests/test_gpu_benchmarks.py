@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.__main__ import SECTIONS, run
+from benchmarks.gpu.common import qwen_config
 
 
 @pytest.mark.parametrize(
@@ -23,3 +24,9 @@ def test_only_a_missing_library_is_skipped(missing: str | None, ended: str, monk
     rows, said = run(next(iter(SECTIONS)), torch.device("cpu"))
     assert rows == []
     assert said.startswith(ended)
+
+
+@pytest.mark.parametrize("hidden", [64, 128, 1024, 1536])
+def test_two_ranks_can_divide_the_heads_of_every_model(hidden: int) -> None:
+    config = qwen_config(hidden, 2, 512)
+    assert config.num_attention_heads % config.num_key_value_heads == config.num_key_value_heads % 2 == 0

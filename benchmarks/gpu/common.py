@@ -50,6 +50,7 @@ def settle(device: torch.device) -> None:
 
 
 def qwen_config(hidden: int, layers: int, vocabulary: int) -> Any:
+    """Two ranks of vLLM can divide its heads among them."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -58,7 +59,7 @@ def qwen_config(hidden: int, layers: int, vocabulary: int) -> Any:
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=max(4, hidden // 128),
-        num_key_value_heads=max(2, hidden // 512),
+        num_key_value_heads=max(2, hidden // 1024 * 2),
         max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
