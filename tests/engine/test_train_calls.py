@@ -344,6 +344,30 @@ def test_two_threads_that_find_workers_failed_replace_them_once(monkeypatch: pyt
     assert "started anew with their weights" in said[0][0]
 
 
+def test_a_call_that_was_interrupted_is_under_way_until_all_ranks_have_come_back() -> None:
+    """Its caller is gone, so nobody knows what it has changed when the next one fails."""
+    firsts, ranks = list[int](), [Future[Any](), Future[Any]()]
+
+    class Asked(Group):
+        def call(self, _: str, number: int, first: int, *__: Any) -> list[Any]:
+            firsts.append(first)
+            return [SimpleNamespace(future=lambda mine=rank: mine) for rank in ranks]
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    engine, group = TrainEngine(policy()), Asked(interrupt)
+    engine._group = group  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        engine._run("ping", timeout_s=1.0)
+    group.during = lambda _: None
+    for rank in ranks:
+        engine._run("ping", timeout_s=1.0)
+        rank.set_result(None)
+    engine._run("ping", timeout_s=1.0)
+    assert firsts == [1, 1, 1, 4]
+
+
 def test_an_engine_is_idle_while_no_call_is_under_way() -> None:
     engine, begun, ends = TrainEngine(policy()), threading.Event(), threading.Event()
     engine._ran = lambda *_, **__: [begun.set(), ends.wait(300.0)]  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from rlix.engine.train.materialize import ModuleSpec
 from rlix.engine.train.worker import TrainWorker
 from rlix.protocol.errors import DeviceBusyError, RlixError, StaleEpochError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Fence, Process
+from rlix.workers.futures import futures_of
 from rlix.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -54,11 +56,19 @@ class StartedAs:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """Of all ranks, of whose outcome its caller does not know yet. Without a number it was not sent."""
+    """Of all ranks, of whose outcome its caller does not know yet. Without a number it was not sent.
+
+    `left`: its answers, where its caller waits for them no more (Ctrl-C): it is under way until all are there.
+    """
 
     group: WorkerGroup
     number: int = 0
     refs: Sequence[Any] = ()
+    left: Sequence[Future[Any]] = ()
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.left) and all(answer.done() for answer in self.left)
 
 
 class TrainWorkers(Engine):
@@ -184,7 +194,8 @@ class TrainWorkers(Engine):
         """From now on these are its workers, which are filled and have been called so often."""
         with self._replacing:  # a thread that recovers others ends what is there if it cannot
             self._group, self.devices, self._layout = group, devices, layout
-            self._calls, self._open = calls, []
+            with self._dispatch:
+                self._calls, self._open = calls, []
             placement.occupy(self, devices)
             self._moved(Residency.DEVICE)
             self._hold(lease)
@@ -308,10 +319,12 @@ class TrainWorkers(Engine):
                     _note(error, *self._recover(call.group, name))
                 raise
             return self._answered(call, name, timeout_s)
+        except KeyboardInterrupt:
+            call.left = futures_of(call.refs)
+            raise
         finally:
             with self._dispatch:
-                if call in self._open:
-                    self._open.remove(call)
+                self._open = [other for other in self._open if other is not call or call.left]
 
     def _answered(self, call: _Call, name: str, timeout_s: float) -> list[Any]:
         try:
@@ -341,7 +354,7 @@ class TrainWorkers(Engine):
                 )
             self._calls += 1
             call.number = self._calls
-            self._open.append(call)
+            self._open = [*(other for other in self._open if not other.is_over), call]
             try:
                 call.refs = group.call("do", call.number, self._open[0].number, method, *args)
             except BaseException:  # re-raised; what some ranks did not get is no call that they missed
