@@ -199,7 +199,7 @@ class Shares(LocalWorker):
 
     def share(self, client: Any, cluster: Cluster, folder: RunFolder) -> Any:
         self.told.append((cluster.name, [device.id for device in self.devices], folder.path.name))
-        return SimpleNamespace(is_open=False, worked_s=0.0, holds=False, let_go=lambda timeout_s: None)
+        return SimpleNamespace(is_open=False, worked_s=0.0, leases=set(), holds=False, let_go=lambda timeout_s: None)
 
     def onload(self) -> None:
         assert self.lease is None or self.lease is not self.over, "it has ended"

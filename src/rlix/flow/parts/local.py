@@ -1,7 +1,7 @@
 """Parts that work in the program itself: beside an engine, whose processes have the devices."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, ClassVar, Protocol, Self
 
@@ -74,7 +74,12 @@ class Shared(Protocol):
 
     @property
     def worked_s(self) -> float:
-        """Seconds for which it has worked so far, on each of its devices."""
+        """Seconds for which its replicas have worked so far, all of them together."""
+        ...
+
+    @property
+    def leases(self) -> Set[int]:
+        """Epochs of what comes and goes, as far as it may use it now."""
         ...
 
     @property

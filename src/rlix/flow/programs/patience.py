@@ -8,11 +8,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 from rlix.flow.parts.local import Shared
+from rlix.flow.parts.ranks import Ranks
 from rlix.flow.programs.step_lease import StepLease
-from rlix.protocol.errors import RlixError
+from rlix.protocol.errors import RlixError, WaitTimeoutError
 from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
@@ -23,26 +24,32 @@ _LOOK_S = 1.0
 
 
 class Patience:
-    """Over when in `PATIENCE_S` there was work all the time, and hardly any was done."""
+    """Over when in `PATIENCE_S` there was work all the time, hardly any was done, and others took what there was.
+
+    Who had some devices all the while was slow by itself, as replicas that start for the first time are.
+    """
 
     def __init__(self) -> None:
-        self._since: tuple[float, float] | None = None
+        self._since: tuple[float, float, Set[int]] | None = None
 
-    def is_over(self, now: float, is_open: bool, worked_s: float) -> bool:
+    def is_over(self, now: float, is_open: bool, worked_s: float, leases: Set[int]) -> bool:
+        """`leases`: those that it has now, of what comes and goes."""
         if not is_open:
             self._since = None
             return False
-        began, before = self._since = self._since or (now, worked_s)
+        began, before, kept = self._since or (now, worked_s, leases)
+        self._since = began, before, kept & leases
         if now - began < PATIENCE_S:
             return False
-        if worked_s - before < ENOUGH * (now - began):
+        if worked_s - before < ENOUGH * (now - began) and not kept & leases:
             return True
-        self._since = now, worked_s
+        self._since = now, worked_s, leases
         return False
 
 
 @contextlib.contextmanager
 def patient(
+    group: Ranks,
     shared: Shared,
     lease: StepLease,
     devices: Sequence[int],
@@ -50,15 +57,16 @@ def patient(
     named: Callable[[], object],
     timeout_s: float,
 ) -> Iterator[None]:
-    """During the block the part gets a gang when its patience is over, and leaves it at the end.
+    """During the block the part, which has this group, gets a gang when its patience is over, and leaves it at the end.
 
-    `named`: to be called before its processes are those of the gang's devices. Raises what `Shared.let_go` raises.
+    `named`: to be called before its processes are those of the gang's devices. Raises WaitTimeoutError: it did not
+    leave them, so that its processes were ended.
     """
     stop, patience = threading.Event(), Patience()
 
     def watch() -> None:
         while not stop.wait(_LOOK_S):
-            if not patience.is_over(time.monotonic(), shared.is_open, shared.worked_s):
+            if not patience.is_over(time.monotonic(), shared.is_open, shared.worked_s, shared.leases):
                 continue
             try:
                 named()
@@ -80,4 +88,8 @@ def patient(
     finally:
         stop.set()
         watching.join()
-        shared.let_go(timeout_s)
+        try:
+            shared.let_go(timeout_s)
+        except WaitTimeoutError:  # raised again; others get these devices next
+            group.end()
+            raise

@@ -326,7 +326,8 @@ class Running:
         lease = None if self._job is None else StepLease(self._job.client, self._cluster or "", self._lock)
         with lease or contextlib.nullcontext():
             for index, segment in enumerate(self.plan.segments):
-                shares = self._sharing.get(alone(segment) or "")
+                sharing = alone(segment) or ""
+                shares = self._sharing.get(sharing)
                 if lease is not None:
                     mine = [self.devices[i].id for i in segment.used]
                     asking = [p.name for stage in segment.stages for p in stage.parts if p.devices]
@@ -341,7 +342,8 @@ class Running:
                 self._segment = run
                 waits: Any = contextlib.nullcontext()
                 if shares is not None and lease is not None:
-                    waits = patient(shares, lease, mine, phase, self._name_holders, self._timeout_s)
+                    group, named = self.groups[sharing], self._name_holders
+                    waits = patient(group, shares, lease, mine, phase, named, self._timeout_s)
                 with waits:
                     self._run_stages(run, segment, lease if shares is None else None)
                 made |= run.outputs()

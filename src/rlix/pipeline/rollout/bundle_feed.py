@@ -50,6 +50,11 @@ class BundleFeed:
     def fence(self, lease: Lease) -> Fence:
         return self._client.fence(lease)
 
+    @property
+    def usable(self) -> tuple[Lease, ...]:
+        """The bundles that may be used now."""
+        return self._rollout.leases
+
     # ---- from the control plane ------------------------------------------------------------------------------
 
     def feed(self, manager: RolloutManager) -> None:

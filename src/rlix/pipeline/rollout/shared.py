@@ -1,6 +1,6 @@
 """A rollout outside a job's pipeline: on bundles as they come and go, or for a while on those of a gang."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import replace
@@ -48,6 +48,10 @@ class SharedRollout:
         return self._manager.is_open
 
     @property
+    def leases(self) -> Set[int]:
+        return {lease.epoch for lease in self._bundles.usable}
+
+    @property
     def holds(self) -> bool:
         return any(lease.bundle in self._manager.held for lease in self._gang)
 
@@ -57,11 +61,11 @@ class SharedRollout:
         self._manager.grow(self._gang)
 
     def let_go(self, timeout_s: float) -> None:
-        gang, self._gang = self._gang, []
-        if not gang or self._stop.is_set():  # the replicas have ended then
+        if not self._gang or self._stop.is_set():  # the replicas have ended then
             return
-        if wait(self._manager.request_shrink(gang), timeout_s).not_done:
+        if wait(self._manager.request_shrink(self._gang), timeout_s).not_done:
             raise WaitTimeoutError(f"{self._cluster.name}: replicas did not leave their devices within {timeout_s:g} s")
+        self._gang = []
 
     def close(self) -> None:
         """End the replicas, and give back what they had."""
