@@ -134,7 +134,8 @@ def silent(run: Campaign) -> Fault:
         known = describe(process.pid or 0, ray.get_runtime_context().get_node_id())
         asked = Asked(f"silent-{id_}", known)
         at = time.time()
-        lease = ray.get(scheduler.poll_gang.remote(id_, "gang", Phase.ACTOR_TRAINING, asked, 30.0), timeout=60)
+        polled = scheduler.poll_gang.remote(id_, "gang", Phase.ACTOR_TRAINING, asked, 30.0)
+        lease: Lease | None = ray.get(polled, timeout=60)
         if lease is None:
             return Fault("late heartbeat", None, survived=False, note="it was not granted")
         keys = {device.id: device.key for device in run.pool.status().devices}
@@ -155,14 +156,15 @@ def liar(run: Campaign) -> Fault:
     lease, victim = run.holder_of(lambda lease: lease.cluster in ("roll", "train") and here.issuperset(lease.devices))
     id_ = run.register("liar", {"gang": [run.rng.choice(list(here))]})
     scheduler, asked = actor(SCHEDULER_ACTOR_NAME), Asked(f"liar-{id_}", victim)
-    answer = ray.get(scheduler.poll_gang.remote(id_, "gang", Phase.ACTOR_TRAINING, asked, 30.0), timeout=60)
+    polled = scheduler.poll_gang.remote(id_, "gang", Phase.ACTOR_TRAINING, asked, 30.0)
+    given: Lease | None = ray.get(polled, timeout=60)
     ray.get(scheduler.name_holders.remote(id_, "gang", {0: victim}), timeout=60)
     at = time.time()
     ray.get(scheduler.unregister_pipeline.remote(id_, ""), timeout=60)
     ended = time.time() - at
     hit = any(whom == lease.pipeline_id for whom, _, _ in run.blamed)  # by the other fault of the pair
     spared = hit or run.pool.state(victim) != "dead"
-    note = "" if answer.lease is not None else "it was not granted"
+    note = "" if given is not None else "it was not granted"
     return Fault("lying client", ended, 0.0, run.grants_since(at), spared, note if spared else f"{victim} was ended")
 
 
