@@ -89,14 +89,14 @@ def test_nothing_ends_and_nobody_is_ended_but_by_what_was_just_seen(state: Lease
 def test_a_gang_that_gives_a_part_back_keeps_the_rest_while_its_node_does_not_answer() -> None:
     part, locked = Part((1,), 0.0, 2.0), Occupant(1, "pool", 7, (Process("node", 1, 1),))
 
-    def decided(there: Occupant) -> Action:
+    def decided(there: Occupant, now: float) -> Action:
         hold = Hold(parts=(part,), sight=Sight(3.0, 13.0, (there,)))
-        return reconcile(LeaseStatus(LEASE, LeaseState.ACTIVE), hold, 13.0, SETTINGS)
+        return reconcile(LeaseStatus(LEASE, LeaseState.ACTIVE), hold, now, SETTINGS)
 
-    assert decided(locked) == Take("its holder says that its bytes are gone, but device 1 is still locked by process 1")
-    action = decided(UNSEEN_1)
-    assert isinstance(action, Rest)
-    assert 13.0 < action.until < 15.0
+    assert decided(locked, 13.0) == Take(
+        "its holder says that its bytes are gone, but device 1 is still locked by process 1"
+    )
+    assert decided(UNSEEN_1, 13.0) == decided(UNSEEN_1, 13.9) == Rest(14.0)  # not as if it were about to let go
 
 
 def test_a_device_that_nobody_could_look_at_is_not_said_to_be_locked() -> None:

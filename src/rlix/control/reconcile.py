@@ -14,7 +14,7 @@ from rlix.protocol.messages import UNSEEN, LeaseState, LeaseStatus, Occupant, Pr
 from rlix.protocol.types import Phase
 
 LOOK_AGAIN_S = 0.02  # while somebody is about to let go
-_LOOK_ON_S = 1.0  # while nobody says anything
+_LOOK_ON_S = 1.0  # while nobody says anything, or a node does not answer
 _LONGEST_PAUSE_S = 60.0
 
 
@@ -171,13 +171,15 @@ def _gives_part(status: LeaseStatus, hold: Hold, part: Part, now: float) -> Acti
     given = tuple(device for device in part.devices if device in status.lease.devices)  # or it was said twice
     if not given or len(given) == len(status.lease.devices):  # the last one goes with the lease
         return Free(())
-    if hold.sight is None or not _seen(hold.sight, part.since, now):
+    there = hold.sight.of(given) if hold.sight is not None else ()
+    unseen = any(occupant.epoch == UNSEEN for occupant in there)
+    again_s = _LOOK_ON_S if unseen else LOOK_AGAIN_S
+    if hold.sight is None or not _seen(hold.sight, part.since, now, again_s):
         return Look()
-    there = hold.sight.of(given)
     if not there:
         return Free(given)
-    if now < part.kill_from or any(occupant.epoch == UNSEEN for occupant in there):
-        return Rest(hold.sight.seen_at + LOOK_AGAIN_S)
+    if unseen or now < part.kill_from:
+        return Rest(hold.sight.seen_at + again_s)
     return Take(_against_its_word(there))
 
 
