@@ -14,7 +14,7 @@ from rlix.control.status import status_of
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.events import DrainStarted, Event, LeaseReleased
 from rlix.protocol.messages import Demand, Lease, LeaseState, Occupant, Process, ReleaseReason
-from rlix.protocol.types import Phase
+from rlix.protocol.types import LAUNCHER, Phase
 from rlix.scheduler.commit import decide
 from rlix.scheduler.policies import Policy
 from rlix.scheduler.snapshot import GANG_PATIENCE_S, Snapshot
@@ -353,10 +353,11 @@ def test_who_gave_back_before_the_restart_is_not_ended_for_a_lock_that_went_afte
 
 @pytest.mark.parametrize("cluster", ["", TRAIN.name])
 def test_a_process_that_another_job_names_as_its_own_is_not_ended_with_that_one(cluster: str) -> None:
-    world, program, worker, mine = kept_world(), process(1), process(2), process(3)
+    world, program, worker, mine, launcher = kept_world(), process(1), process(2), process(3), process(4)
+    world.core.name_holders("ft_1", LAUNCHER, [(0, launcher)])
     world.core.name_holders("ft_1", "", [(0, program)])
     world.core.name_holders("ft_1", TRAIN.name, [(0, worker)])
-    world.core.name_holders("ft_2", cluster, [(0, program), (1, worker), (2, mine)])
+    world.core.name_holders("ft_2", cluster, [(0, program), (1, worker), (2, mine), (3, launcher)])
     world.core.end("ft_2", "a lie")
     world.run(1.0)
     assert world.machine.killed == [mine]

@@ -27,7 +27,7 @@ from rlix.protocol.events import (
     PipelineUnregistered,
 )
 from rlix.protocol.messages import Cluster, Ending, Lease, LeaseState, Process, ReleaseReason
-from rlix.protocol.types import Phase
+from rlix.protocol.types import LAUNCHER, Phase
 from rlix.scheduler.image import image
 from rlix.scheduler.state import State
 
@@ -240,11 +240,12 @@ class Knowledge:
         return [process for cluster in clusters for process in self.state.holders(pipeline_id, cluster.name).values()]
 
     def of_others(self, pipeline_id: str) -> set[Process]:
-        """The processes that other pipelines, which go on, have named or are spoken for by."""
+        """The processes that other pipelines, which go on, have named, are spoken for by or were launched by."""
         found: set[Process] = set()
         for other, job in self.jobs.items():
             if other != pipeline_id and job.ending is None:
-                found.update(job.callers, self.workers(other), self.state.holders(other, "").values())
+                programs = (self.state.holders(other, of).values() for of in ("", LAUNCHER))
+                found.update(job.callers, self.workers(other), *programs)
         return found
 
     def named_holders(self, lease: Lease) -> tuple[Process, ...]:
