@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import ray
 from ray.exceptions import RayActorError
 
 import rlix
+from rlix.pipeline.jobs import job_coordinator
 from rlix.pipeline.jobs import launch as launching
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.launch import split_devices
@@ -127,6 +129,23 @@ def test_a_coordinator_whose_launcher_died_before_it_said_start_ends(ray_session
     coordinator = ray.remote(JobCoordinator).options(**options).remote("ft_unstarted", config, look_every_s=0.1)
     with pytest.raises(RayActorError):
         ray.get(coordinator.ended.remote(), timeout=300)
+
+
+def test_a_coordinator_that_was_started_meanwhile_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipeline that it asked about has ended since, and the job goes on as another one."""
+    started, asked, killed = threading.Event(), list[str](), list[Any]()
+
+    def is_registered(pipeline_id: str) -> bool:
+        asked.append(pipeline_id)
+        started.set()
+        return False
+
+    monkeypatch.setattr(job_coordinator, "_is_registered", is_registered)
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="it"))
+    coordinator: Any = SimpleNamespace(_started=started, _pipeline_id="ft_1")
+    JobCoordinator._end_unstarted(coordinator, 0.0)
+    assert (asked, killed) == (["ft_1"], [])
 
 
 @pytest.mark.ray

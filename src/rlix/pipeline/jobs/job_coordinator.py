@@ -81,7 +81,7 @@ class JobCoordinator(PipelineCoordinator):
         """Whoever launched it may die before it says `start`: the control plane forgets its pipeline, and it ends."""
         while not self._started.wait(look_every_s):
             with contextlib.suppress(RlixError, RayError, ValueError, TimeoutError):  # there is no orchestrator, say
-                if not _is_registered(self._pipeline_id):
+                if not (_is_registered(self._pipeline_id) or self._started.is_set()):  # meanwhile
                     ray.kill(ray.get_runtime_context().current_actor)
 
     async def _begin(self) -> None:
