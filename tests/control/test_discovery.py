@@ -1,6 +1,9 @@
+from types import SimpleNamespace
 from typing import Any
 
-from rlix.control.resource_manager import devices_of
+import pytest
+
+from rlix.control.resource_manager import ResourceManager, devices_of
 from rlix.protocol.messages import DeviceKind
 
 
@@ -52,3 +55,12 @@ def test_devices_have_the_keys_of_their_node_or_ones_of_their_own() -> None:
         "cuda-b-0",
     ]
     assert [d.index for d in devices] == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("taken", [2, 1])
+def test_a_scheduler_that_did_not_take_in_every_device_is_told_again(taken: int) -> None:
+    found = devices_of([node("a", "10.0.0.1", 2)]), frozenset[str]()
+    scheduler = SimpleNamespace(ask=lambda method, *_, **__: taken if method == "found" else "its process")
+    manager: Any = SimpleNamespace(_scheduler=scheduler, _scheduler_process=lambda: "its process")
+    assert ResourceManager._tell(manager, found) == taken
+    assert (manager._told == (found, "its process")) == (taken == 2)

@@ -15,6 +15,7 @@ from benchmarks.faults.virtual.machines import Machine
 from benchmarks.faults.virtual.plane import VirtualNodes
 from rlix.control.live_nodes import ANSWER_S, LiveNodes
 from rlix.node.device_lock import DIRECTORY_VARIABLE, DeviceLocks
+from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import DeviceKind, Fence, Process
 from tests.control.world import DEVICES, POOL, World, service_of
 
@@ -96,22 +97,44 @@ def test_a_new_journal_goes_on_above_what_devices_remember_of_one_that_was_moved
     locks.acquire(Fence("another", 77), 1.0)
     locks.release()
     silent = replace(DEVICES[3], node_id="other")
+    there = DeviceLocks([silent.key])
+    there.acquire(Fence(POOL, 50), 1.0)
+    there.release()
 
     async def found() -> World:
         world = World()
         world.core = world.new_core()
-        service = service_of(world)
+        service, state = service_of(world), world.core.state
         service._nodes = LiveNodes("node", POOL)
-        await service.found((*DEVICES[:3], silent))
-        before = world.core.state.next_epoch, world.core.state.next_pipeline
-        await service.found((*DEVICES[:3], silent))
-        assert before == (world.core.state.next_epoch, world.core.state.next_pipeline) == (42, 1e9 + 1)
+        for _ in range(2):
+            assert await service.found((*DEVICES[:3], silent)) == 3
+            assert (state.next_epoch, state.next_pipeline) == (42, 1e9 + 1)
+            assert state.discovered == DEVICES[:3]  # what is not known to be above all of it lends nothing
+        service._nodes = LiveNodes("other", POOL)
+        for _ in range(2):
+            assert await service.found((*DEVICES[:3], silent)) == 4
+            assert (state.next_epoch, state.next_pipeline) == (51, 1e9 + 1)
         return world
 
     world = asyncio.run(found())
     lease = world.gang(world.add_job())
     locks.acquire(Fence(POOL, lease.epoch), 1.0)
-    assert lease.epoch == 42
+    assert lease.epoch == 51
+
+
+def test_a_node_whose_locks_cannot_be_read_holds_up_nobody_else(
+    table: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def said(self: LiveNodes, node_id: str, method: str, *args: object) -> int:
+        if node_id == "other":
+            raise RlixError("the folder of its locks cannot be read")
+        return 7
+
+    async def asked() -> dict[str, int]:
+        monkeypatch.setattr(LiveNodes, "_answer", said)
+        return await LiveNodes("node", POOL).newest_epochs((DEVICES[0], replace(DEVICES[3], node_id="other")))
+
+    assert asyncio.run(asked()) == {"node": 7}
 
 
 def test_a_gangs_nodes_are_asked_beside_each_other_and_one_that_is_silent_holds_up_nobody_twice() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlix.node import process
-from rlix.node.device_lock import DeviceLocks, holder, lock_path, remove_unheld
+from rlix.node.device_lock import DeviceLocks, holder, lock_path, newest_epoch, remove_unheld
 from rlix.protocol.errors import DeviceBusyError, RlixError, StaleEpochError
 from rlix.protocol.messages import Fence
 from tests.node.holders import Holder, without_its_first_thread
@@ -23,6 +23,20 @@ KEY = "GPU-0"
 ONE = Fence("pool", 1, "first_job", "actor training")
 TWO = Fence("pool", 2, "second_job", "rollout")
 OTHER_POOL = Fence("another", 1, "their_job", "rollout")
+
+
+def test_a_device_remembers_a_pools_newest_epoch_also_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert newest_epoch(KEY, "pool", tmp_path) == 0
+    locks = DeviceLocks([KEY], tmp_path)
+    for fence in (TWO, OTHER_POOL):
+        locks.acquire(fence, 1.0)
+        locks.release()
+    reads = iter([b"half a rec", b"half a record"])
+    read = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, *where: next(reads, None) or read(fd, *where))
+    assert newest_epoch(KEY, "pool", tmp_path) == 2
 
 
 def test_another_process_is_refused_and_told_who_holds_the_device(tmp_path: Path) -> None:

@@ -247,8 +247,8 @@ class Plane:
                 continue
             found = self.found()
             if found != told:
-                await self.ask(None, "found", *found)
-                told = found
+                taken = await self.ask(None, "found", *found)
+                told = found if taken == len(found[0]) else None
 
     def _count(self, machine: Machine) -> None:
         now = self.loop.time()

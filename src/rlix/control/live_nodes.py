@@ -15,6 +15,7 @@ from rlix.node.devices import device_keys
 from rlix.node.host import Host, Software, host, software
 from rlix.node.memory import KEPT, HostMemory, set_oom_score
 from rlix.node.node import Node
+from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import UNSEEN, Device, Occupant, Process
 from rlix.protocol.types import NAMESPACE, NODE_AGENT_NAME_PREFIX
 
@@ -85,10 +86,13 @@ class LiveNodes:
         """Ray's node table says who is: not who lends no devices, nor who does not answer."""
         self._gone = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if not node["Alive"]}
 
-    async def newest_epoch(self, devices: Sequence[Device]) -> int:
-        """The newest epoch under which this pool has used any of the devices, as far as their nodes say."""
-        asked = (self._ask(node_id, "newest_epoch", group, self._pool) for node_id, group in _by_node(devices))
-        return max(filter(None, await asyncio.gather(*asked)), default=0)
+    async def newest_epochs(self, devices: Sequence[Device]) -> dict[str, int]:
+        """By node, of those that say: the newest epoch under which this pool has used any of its devices; 0: none."""
+        groups = _by_node(devices)
+        said = await asyncio.gather(
+            *(self._ask(node_id, "newest_epoch", group, self._pool) for node_id, group in groups)
+        )
+        return {node_id: epoch for (node_id, _), epoch in zip(groups, said, strict=True) if epoch is not None}
 
     def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
         mine = [device for device in devices if device.node_id == self._here]
@@ -152,7 +156,7 @@ class LiveNodes:
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._answer(node_id, method, *args)
-        except (ValueError, RayError, TimeoutError) as error:
+        except (ValueError, RayError, RlixError, TimeoutError) as error:
             self._agents.pop(node_id, None)
             logger.warning("node %s does not answer: %s", node_id, error or f"nothing within {ANSWER_S:g} s")
             await self._try_to_count_dead()

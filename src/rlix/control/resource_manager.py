@@ -51,7 +51,7 @@ class ResourceManager:
         self._here = ray.get_runtime_context().get_node_id()
         self._hosts: Hosts | None = None  # until the scheduler has said what it knows
         self._looking = threading.Lock()
-        self._told: tuple[Found, Process] | None = None  # what, and which scheduler
+        self._told: tuple[Found, Process | None] | None = None  # what, and which scheduler took all of it in
         self._scheduler = Patient(lambda: ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE), "the scheduler")
         threading.Thread(target=self._look_forever, name="nodes", daemon=True).start()
         watch_over((SCHEDULER_ACTOR_NAME, ORCHESTRATOR_ACTOR_NAME))
@@ -133,12 +133,14 @@ class ResourceManager:
         return process
 
     def _tell(self, found: Found) -> int:
-        """Returns how many devices there are. One that was started again is told anew: its journal may be, too."""
+        """Returns how many devices the scheduler took in; while that is not all it is told again. One that was started
+        again is told anew: its journal may be, too."""
         (devices, draining), process = found, self._scheduler_process()
-        self._scheduler.ask("found", devices, draining, timeout_s=_ANSWER_TIMEOUT_S)
-        self._told = found, process
-        logger.info("found %d devices on %d nodes", len(devices), len({d.node_id for d in devices}))
-        return len(devices)
+        taken: int = self._scheduler.ask("found", devices, draining, timeout_s=_ANSWER_TIMEOUT_S)
+        self._told = found, process if taken == len(devices) else None
+        hosts = len({device.node_id for device in devices})
+        logger.info("found %d devices on %d nodes; %d are in the pool", len(devices), hosts, taken)
+        return taken
 
     def _found(self, patience_s: float = 0.0) -> Found:
         nodes = ray.nodes()

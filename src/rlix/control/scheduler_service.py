@@ -111,9 +111,11 @@ class Scheduler:
         return (await self._core()).state.cordoned
 
     async def found(self, devices: tuple[Device, ...], draining: Collection[str] = ()) -> int:
-        """The nodes' devices as they are now, with any ids, and which nodes are drained; returns how many there are.
+        """The nodes' devices as they are now, with any ids, and which nodes are drained; returns how many are taken in.
 
-        Those of `draining` nodes stay in the pool as long as somebody has them under a lease.
+        New ones of a node that does not say what they remember are not: who was left behind there would share a device
+        with a lease that is granted its epoch anew. They are to be told of again. Those of `draining` nodes stay in the
+        pool as long as somebody has them under a lease.
 
         Raises:
             RlixError: there are none, and never were.
@@ -124,9 +126,11 @@ class Scheduler:
         assert self._nodes is not None
         await self._nodes.count_dead()
         before = {device.key for device in core.state.discovered}
-        core.used(await self._nodes.newest_epoch([device for device in devices if device.key not in before]))
-        core.found(numbered(core.state.discovered, devices, core.state.next_device_id), frozenset(draining))
-        return len(devices)
+        said = await self._nodes.newest_epochs([device for device in devices if device.key not in before])
+        core.used(max(said.values(), default=0))
+        taken = [device for device in devices if device.key in before or device.node_id in said]
+        core.found(numbered(core.state.discovered, taken, core.state.next_device_id), frozenset(draining))
+        return len(taken)
 
     async def close(self, spare: Process | None = None) -> None:
         """Ends every pipeline, then stops planning and closes the journal. `spare`: the process that says so."""

@@ -238,7 +238,8 @@ def newest_epoch(key: str, pool: str, directory: Path | None = None) -> int:
     if (fd := _open_to_read(lock_path(directory or lock_directory(), key))) is None:
         return 0
     try:
-        return dict(_read(fd).newest).get(pool, 0)
+        read = (_read(fd) for _ in range(_ATTEMPTS))  # it may be being written
+        return dict(next((content for content in read if content != _UNKNOWN), _UNKNOWN).newest).get(pool, 0)
     finally:
         os.close(fd)
 
