@@ -11,11 +11,14 @@ import ray
 
 from rlix.control.program import attach
 from rlix.flow.parts.flow_worker import FlowWorker
+from rlix.flow.programs import patience
 from rlix.flow.programs.flow import GANG, Flow
 from rlix.flow.programs.running import Running
+from rlix.flow.programs.step_lease import StepLease
 from rlix.flow.programs.wiring import Part
 from rlix.pipeline.parts import Answered, Generate, Policy, Train
 from rlix.pipeline.rollout.rollout import RolloutManager
+from rlix.pipeline.rollout.shared import SharedRollout
 from rlix.pipeline.sources.choice import build_task
 from rlix.pipeline.sources.tasks.base import Task
 from rlix.protocol.types import Phase
@@ -114,6 +117,30 @@ def test_a_gang_takes_a_flows_rollout_again_and_again_and_it_learns_the_same() -
         assert shared == alone
         assert sum(left > 0 for left in open_then) >= 2, (taken, open_then)  # and not when its segment had ended
         assert manager.slot_use()["tokens_recomputed"] > 0
+
+
+def test_flows_to_which_others_leave_nothing_get_a_gang_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, got = list[object](), list[object]()
+    add, hold = StepLease.add, SharedRollout.hold
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(patience, "_LOOK_S", 0.01)
+    monkeypatch.setattr(StepLease, "add", lambda lease, *how: asked.append(lease) or add(lease, *how))
+    monkeypatch.setattr(SharedRollout, "hold", lambda mine, gang: got.append(mine) or hold(mine, gang))
+    alone = in_a_gang(answering("alone"), 1)
+    both = list(range(GPUS))
+    with (
+        attach("elsewhere", gangs={f"gang{n}": list(range(GPUS, 8)) for n in range(4)}),  # or they went there
+        answering("one").start(GPUS, like=prompts(0), plan="collocated") as one,
+        answering("two").start(GPUS, like=prompts(0), plan="collocated") as two,
+        attach("other", gangs={"mine": both}) as other,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        assert [[device.id for device in flow.devices] for flow in (one, two)] == [both, both]
+        with other.phase(Phase.ACTOR_TRAINING):
+            steps = [threads.submit(learnt, flow, 0) for flow in (one, two)]
+            until(lambda: len(set(map(id, asked))) == 2, "they do not ask for a gang")
+        assert [[step.result(PROGRAM_S)] for step in steps] == [alone, alone]
+        assert {id(mine) for mine in got} == {id(flow.groups["generate"].worker._rollout) for flow in (one, two)}  # type: ignore[attr-defined]
 
 
 def test_flows_and_the_job_of_the_same_numbers_share_devices_and_learn_the_same(tmp_path: Path) -> None:
