@@ -47,9 +47,8 @@ expected = [plain.train_step(ids) for ids in batches()]
 rlix.init(virtual_gpus=2)  # ignored where real GPUs exist
 with torch.device("meta"):
     trainer = rlix.TrainEngine(Policy(CONFIG), executor="fsdp2")
-trainer.build(
-    tensor_parallel_size=min(2, len(rlix.pool_devices())), seed=0
-)  # each device holds half of every parameter
+devices = min(2, len(rlix.pool_devices()))
+trainer.build(tensor_parallel_size=devices, seed=0)  # of two devices each holds half of every parameter
 losses = [trainer.train_step(rlix.NeedParallel(ids))[0] for ids in batches()]
 
 trained = {entry.name: tensor for entry, tensor in publication.stream(trainer.publish())}

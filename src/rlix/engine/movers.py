@@ -108,9 +108,8 @@ class HostBuffer:
     def _pin_within(self, budget: PinnedMemory) -> None:
         if not budget.take(self._memory.nbytes):
             return
-        torch.from_numpy(
-            self._memory
-        ).zero_()  # its pages come from many threads at once, not from one while it is pinned
+        # Its pages come from many threads at once, not from one while it is pinned.
+        torch.from_numpy(self._memory).zero_()
         if not self._pin(self._memory.ctypes.data, self._memory.nbytes):
             budget.give_back()
             return

@@ -19,7 +19,7 @@ from rlix.protocol.types import Phase
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
-ENOUGH = 0.1  # of the time
+ENOUGH = 0.1  # of the time, of all replicas together
 _LOOK_S = 1.0
 
 
