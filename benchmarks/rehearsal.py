@@ -1,11 +1,12 @@
 """What sharing gives on declared GPUs: shared, split and one after another, in wall time, and as the simulator says.
 
-    python -m benchmarks.rehearsal [reasoning] [agentic] [--seconds 180] [--only MODE] [--json FILE] [--runs-dir DIR]
+    python -m benchmarks.rehearsal [reasoning] [training] [agentic] [--seconds 180] [--only MODE] [--json FILE] [--runs-dir DIR]
 
 Real jobs, real learning and the real control plane, on eight virtual GPUs with the speed declared below: every phase
 waits until it has lasted as long as on those GPUs (docs/job-spec.md, `declared_speed`). Six jobs:
 
 - `reasoning`: digits to copy, whose number is lognormal (median 6, sigma 1.2, at most 32), so a step has stragglers;
+- `training`: the same, and to train a token takes two and a half times as long;
 - `agentic`: chains of tool calls of 0.16 s at the median and 2.7 s at the 99th percentile.
 
 Modes: `shared`; `moving`, the same with training gangs that go where there is room (`moves: true`); `block`, where
@@ -83,6 +84,11 @@ def reasoning(number: int, steps: int) -> JobSpec:
     return _declared(spec, f"reason_{number}", number, steps, {"source": task}, rollout)
 
 
+def training(number: int, steps: int) -> JobSpec:
+    slower = SPEED.model_copy(update={"trained_token_ms": 2.5 * SPEED.trained_token_ms})
+    return reasoning(number, steps).model_copy(update={"name": f"train_{number}", "declared_speed": slower})
+
+
 def agentic(number: int, steps: int) -> JobSpec:
     spec = load_job("agentic_lookup")
     source = spec.model_dump(mode="json", exclude_none=True)["source"]
@@ -109,7 +115,7 @@ def trained_where(spec: JobSpec, mode: str) -> JobSpec:
     return spec.model_copy(update={"clusters": spec.clusters.model_copy(update={"actor_train": trainer})})
 
 
-WORKLOADS = {"reasoning": reasoning, "agentic": agentic}
+WORKLOADS = {"reasoning": reasoning, "training": training, "agentic": agentic}
 
 
 def measured(mode: str, specs: Sequence[JobSpec], seconds: float, kept: Path | None) -> list[RunRecord]:
@@ -163,7 +169,9 @@ def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord])
     """Steps per hour by the simulator, from what was declared and how long samples and turns were, no times."""
     rows = [row for record in records for row in record.metrics]
     trajectories = specs[0].rollout.prompts_per_step * specs[0].rollout.samples_per_prompt
-    trained_s = trajectories * fmean(row["context"] for row in rows) * SPEED.trained_token_ms / 1e3 / GANG
+    declared = specs[0].declared_speed
+    assert declared is not None
+    trained_s = trajectories * fmean(row["context"] for row in rows) * declared.trained_token_ms / 1e3 / GANG
     gpus = (
         GPUS if POLICY[mode] == "rlix" else GPUS // len(records) * len(records)
     )  # what equal parts leave over is nobody's
