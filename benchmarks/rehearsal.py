@@ -1,6 +1,6 @@
 """What sharing gives on declared GPUs: shared, split and one after another, in wall time, and as the simulator says.
 
-    python -m benchmarks.rehearsal [reasoning] [training] [agentic] [--seconds 180] [--only MODE] [--json FILE] [--runs-dir DIR]
+    python -m benchmarks.rehearsal [WORKLOAD ...] [--seconds 180] [--only MODE] [--json FILE] [--runs-dir DIR]
 
 Real jobs, real learning and the real control plane, on eight virtual GPUs with the speed declared below: every phase
 waits until it has lasted as long as on those GPUs (docs/job-spec.md, `declared_speed`). Six jobs:

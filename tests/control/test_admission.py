@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,23 @@ def test_jobs_wait_for_memory_in_their_order_and_say_so() -> None:
     world.core.end("ft_2", "over")
     world.run(20.0)
     assert queue.may_start("ft_4", NEED) == ""
+
+
+@pytest.mark.parametrize(("takes_s", "looks"), [(0.0, 20), (0.5, 8), (5.0, 4)])
+def test_looks_that_take_long_are_few(takes_s: float, looks: int) -> None:
+    """Many large processes: the kernel counts their pages each time."""
+    world, asked = World(jobs=1), list[float]()
+
+    class Slow(Memory):
+        def __call__(
+            self, nodes: Sequence[str], processes: Sequence[Process], done: Callable[[Mapping[str, HostMemory]], None]
+        ) -> None:
+            asked.append(world.clock.time())
+            world.clock.call_later(takes_s, partial(super().__call__, nodes, processes, done))
+
+    starts(world, Slow())
+    world.run(40.0)
+    assert len(asked) == pytest.approx(looks, abs=1)
 
 
 def test_who_stops_asking_loses_its_place() -> None:

@@ -14,6 +14,8 @@ from rlix.protocol.types import Phase
 logger = logging.getLogger(__name__)
 
 _EVERY_S = 2.0
+_SHARE = 0.1  # of the time: most that looking takes, for the kernel counts every page of every process
+_LONGEST_S = 10.0  # from a look to the next all the same
 _ANSWER_S = 30.0  # for every node to say what it has; then they are asked again
 _RELIEVED_S = 8.0  # until the memory of a job that was ended is there
 _FORGOTTEN_S = 15.0  # without a question: who waits asks once a second
@@ -54,12 +56,14 @@ class Starts:
         self._learnt: dict[tuple[str, str], int] = {}  # bytes of a process, by kind of job and cluster
         self._trained: set[str] = set()
         self._asked_at: float | None = None
+        self._took_s = 0.0  # the latest look
         self._relieved_until = 0.0
 
     def watch(self) -> None:
         """From now on, look at the hosts' memory."""
         if not self._core.known.closed:
-            self._core.clock.call_later(_EVERY_S, self.watch)
+            pause_s = min(_LONGEST_S, max(_EVERY_S, self._took_s / _SHARE))
+            self._core.clock.call_later(pause_s, self.watch)
             self._look()
 
     def _look(self) -> None:
@@ -99,8 +103,9 @@ class Starts:
         return f"{ahead} job{'s' if ahead > 1 else ''} before it wait{'' if ahead > 1 else 's'} for memory"
 
     def _seen(self, found: Mapping[str, HostMemory]) -> None:
-        self._asked_at = None
         core, cap = self._core, self._core.settings.host_memory
+        if self._asked_at is not None:
+            self._took_s, self._asked_at = core.clock.time() - self._asked_at, None
         processes = {job: self._processes(job) for job in core.known.jobs}
         used = {process: count for memory in found.values() for process, count in memory.used.items()}
         self._loads = {job: _by_host(named.values(), used) for job, named in processes.items()}

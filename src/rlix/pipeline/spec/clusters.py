@@ -57,9 +57,9 @@ class ClusterSpec(Section):
 
     gpus: Annotated[Count | GpuRange | None, BeforeValidator(_gpus)] = None
     """A number; RLix chooses devices that other jobs' training uses least, and the same for all parts of this job. For
-    `actor_infer` the most it may use. A range, `{min: 4, max: 8}` or `4-8`, is for pipelines of your own that run where
-    their lease says: those that ship with RLix stay as wide as they are built, for on another number of ranks gradients
-    are summed in another order, and what is learnt is not the same to the bit."""
+    `actor_infer` the most it may use, of a pool with as many. A range, `{min: 4, max: 8}` or `4-8`, is for pipelines of
+    your own that run where their lease says: those that ship with RLix stay as wide as they are built, for on another
+    number of ranks gradients are summed in another order, and what is learnt is not the same to the bit."""
     devices: Annotated[tuple[Index, ...] | None, Field(strict=False)] = None
     """Ids of devices, where it matters which."""
 
