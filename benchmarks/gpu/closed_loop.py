@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 import rlix
 from benchmarks import cycles
-from benchmarks.gpu.common import Row
+from benchmarks.gpu.common import Row, qwen_config
 from benchmarks.gpu.pool import expect, spent, used_mb
 from rlix.protocol.messages import Device, DeviceKind
 
@@ -66,6 +66,13 @@ class Found:
 
 ALLOWED = 0.05
 """Nats: a bfloat16 forward of one batch against another's."""
+
+
+def dense_model(folder: Path, cuda: bool) -> Path:
+    """Of 0.7 billion parameters, in bfloat16; a tiny one for the CPU."""
+    config = qwen_config(1536, 16, 32_000) if cuda else qwen_config(128, 2, 512)
+    Qwen2ForCausalLM(config).to(torch.bfloat16 if cuda else torch.float32).save_pretrained(folder / "model")
+    return folder / "model"
 
 
 def run(model: Path, devices: tuple[Device, ...], executor: str, policy: type[Learns] = Policy) -> Found:

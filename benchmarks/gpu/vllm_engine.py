@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 import vllm  # noqa: F401  (the section is skipped without it)
-from transformers import Qwen2ForCausalLM
 
 import rlix
 from benchmarks.gpu import closed_loop
-from benchmarks.gpu.common import Row, qwen_config
+from benchmarks.gpu.common import Row
 from benchmarks.gpu.pool import expect, pool, spent
 from rlix.protocol.messages import Device
 
@@ -18,9 +17,7 @@ from rlix.protocol.messages import Device
 def measure(device: torch.device) -> list[Row]:
     cuda = device.type == "cuda"
     with tempfile.TemporaryDirectory() as name, pool() as devices:
-        config = qwen_config(1536, 16, 32_000) if cuda else qwen_config(128, 2, 512)
-        model = Path(name) / "model"
-        Qwen2ForCausalLM(config).to(torch.bfloat16 if cuda else torch.float32).save_pretrained(model)
+        model = closed_loop.dense_model(Path(name), cuda)
         rows = closed_loop.run(model, devices, "vllm").rows("vLLM")
         share: dict[str, Any] = {"gpu_memory_utilization": 0.3} if cuda else {}
         rows += _asleep(model, devices, share)
