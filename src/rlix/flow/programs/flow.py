@@ -90,7 +90,9 @@ class Flow(Wiring):
             if wanted is Mode.COLLOCATED and known is None:
                 plan = flow.unmeasured(len(devices))
             elif known is None and not isinstance(plan, Plan):
+                logger.info("flow %s: no table fits; its parts are measured on %d device(s)", self.name, len(devices))
                 known = measured(flow, job, timeout_s)
+                logger.info("%s\n  kept in %s", known.describe(), path_of(Settings.from_env().home, self.name))
             runs = Path(runs_dir or os.environ.get("RLIX_RUNS_DIR") or "runs")
             record = RunRecord(job, Kind("flow", {}), runs, GANG)
             how: dict[str, Any] = {"device_bytes": device_bytes, "timeout_s": timeout_s, "record": record}
@@ -132,9 +134,6 @@ def measured(flow: Wiring, job: Program, timeout_s: float, grid: Grid | None = N
     """Measures the parts on the job's gang, and keeps the tables."""
     devices = job.devices(GANG)
     grid = grid or Grid(halves(len(devices)), halves(flow.items, flow.items // BATCHES), repeats=1)
-    logger.info("flow %s: no table fits; its parts are measured on %d device(s)", flow.name, len(devices))
     found = profile(flow, devices, grid, job=job, cluster=GANG, timeout_s=timeout_s)
-    path = path_of(Settings.from_env().home, flow.name)
-    found.write(path)
-    logger.info("%s\n  kept in %s", found.describe(), path)
+    found.write(path_of(Settings.from_env().home, flow.name))
     return found
