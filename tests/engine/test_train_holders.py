@@ -1,6 +1,7 @@
 """Whom a training engine names as holders of its devices, with workers that are not there."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ class Workers:
     def run(self, method: str, *_: Any, **__: Any) -> list[Any]:
         if method == "setup" and any(process.pid == DEVICES[-1].id for process in self.processes.values()):
             raise WorkerError("setup failed")
-        return []
+        return [SimpleNamespace(parameters=1)] if method == "setup" else []
 
     def call(self, *_: Any, **__: Any) -> list[Any]:
         return []
