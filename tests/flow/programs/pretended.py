@@ -1,12 +1,13 @@
 """A flow's workers as plain objects in this process, for tests that need no Ray."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from rlix.flow.parts.flow_worker import FlowWorker, apart
-from rlix.flow.planner import Point
+from rlix.flow.planner import Plan, Point, SegmentPlan
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
@@ -108,3 +109,14 @@ def profile(**each: float) -> Profile:
         for name in each
     }
     return Profile("sums", "here", parts)
+
+
+def chunked(plan: Plan, items: int) -> Plan:
+    """The same plan, whose stages hand on so many items at a time."""
+
+    def longer(segment: SegmentPlan) -> SegmentPlan:
+        times = items / segment.chunk
+        stages = tuple(replace(stage, seconds=times * stage.seconds) for stage in segment.stages)
+        return replace(segment, chunk=items, stages=stages)
+
+    return replace(plan, segments=tuple(map(longer, plan.segments)))

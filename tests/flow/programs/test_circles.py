@@ -11,7 +11,7 @@ from rlix.flow.programs.running import Running
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.wiring import Circle, Part
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
-from tests.flow.programs.pretended import ITEMS, POOL, Joins, profile
+from tests.flow.programs.pretended import ITEMS, POOL, Joins, chunked, profile
 
 pytestmark = pytest.mark.usefixtures("no_ray")
 
@@ -48,9 +48,8 @@ def test_a_circle_goes_round_as_often_as_it_says(cpu_ranks: int) -> None:
         begin = [(n, "") for n in range(ITEMS)]
         expected = [((n, ""), (8 * n + 14, "awawaw")) for n in range(ITEMS)]
         for chunk in (None, 5, 1):  # fives are not cut in slices
-            for segment in range(len(running.plan.segments)):
-                if chunk is not None:
-                    running.set_chunk(chunk, segment)
+            if chunk is not None:
+                running.switch(chunked(running.plan, chunk))
             assert running.step(begin) == expected
 
 

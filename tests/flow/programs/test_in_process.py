@@ -21,7 +21,7 @@ from rlix.flow.programs.wiring import Part
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Cluster, Registration
 from rlix.protocol.types import Phase
-from tests.flow.programs.pretended import DEVICES, ITEMS, POOL, Adds, Group, Joins, Keeps, flow, profile
+from tests.flow.programs.pretended import DEVICES, ITEMS, POOL, Adds, Group, Joins, Keeps, chunked, flow, profile
 
 pytestmark = pytest.mark.usefixtures("no_ray")
 
@@ -33,9 +33,8 @@ def test_every_mode_makes_the_same(mode: Mode | str, first: dict[str, Any]) -> N
         if isinstance(mode, Mode):
             assert running.plan.mode is mode
         for chunk in (None, 5, 1):
-            for segment in range(len(running.plan.segments)):
-                if chunk is not None:
-                    running.set_chunk(chunk, segment)
+            if chunk is not None:
+                running.switch(chunked(running.plan, chunk))
             assert running.step(list(range(ITEMS))) == [n + 111 for n in range(ITEMS)]
 
 
@@ -49,21 +48,19 @@ def test_a_part_after_two_others_gets_one_item_of_each(mode: Mode) -> None:
     known = profile(ones=0.1, tens=0.2, more=0.3)
     with Running(Flow("sums", parts, ITEMS), POOL, plan=mode, profile=known) as running:
         for chunk in (None, 5):
-            for segment in range(len(running.plan.segments)):
-                if chunk is not None:
-                    running.set_chunk(chunk, segment)
+            if chunk is not None:
+                running.switch(chunked(running.plan, chunk))
             assert running.step(list(range(ITEMS))) == [1000 * (n + 1) + n + 11 for n in range(ITEMS)]
 
 
 def test_parts_get_multiples_of_their_chunk_only() -> None:
     with Running(flow(chunk=4), POOL, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
-        with pytest.raises(ValueError, match="a chunk of segment 0 is a multiple of 4 item"):
-            running.set_chunk(6)
-        with pytest.raises(ValueError, match="a chunk of segment 0 is a multiple of 4 item"):
-            running.set_chunk(8.0)  # type: ignore[arg-type]
+        for wrong in (6, 8.0):
+            with pytest.raises(SpecError, match=f"has chunks of {wrong} items, and its parts take multiples of 4"):
+                running.switch(chunked(running.plan, wrong))  # type: ignore[arg-type]
         with pytest.raises(SpecError, match="sums: ones takes multiples of 4 items, not 15"):
             running.step([0] * 15)
-        running.set_chunk(8)
+        running.switch(chunked(running.plan, 8))
         assert running.step([0] * ITEMS) == [111] * ITEMS
 
 
@@ -166,8 +163,7 @@ def test_a_stage_that_has_ended_gives_its_devices_back_unless_the_others_end_soo
     ]
     known = profile(ones=seconds, tens=seconds, more=seconds)
     apart = Flow("sums", parts, ITEMS).plan(known, 2, mode=Mode.DISAGGREGATED).best
-    with Running(Flow("sums", parts, ITEMS), POOL[:2], plan=apart, job=job, cluster="gang") as running:
-        running.set_chunk(ITEMS)
+    with Running(Flow("sums", parts, ITEMS), POOL[:2], plan=chunked(apart, ITEMS), job=job, cluster="gang") as running:
         assert running.step(list(range(ITEMS))) == [n + 111 for n in range(ITEMS)]
     if seconds < 1:
         assert [line for line in said if "leaves" not in line] == ["gang: [0, 1] for []", "back: [[0, 1]]"]
@@ -426,8 +422,6 @@ def test_nobody_goes_on_with_what_is_closed() -> None:
     with Running(flow(), POOL, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
         with pytest.raises(SpecError, match="flow sums has no part hundreds"):
             running.restart("hundreds")
-        with pytest.raises(ValueError, match="the plan has segments 0 to"):
-            running.set_chunk(4, -1)
         with running._stepping, pytest.raises(RlixError, match="a step is running in another thread"):
             running.step([0] * ITEMS)
         assert running.step([0] * ITEMS) == [111] * ITEMS

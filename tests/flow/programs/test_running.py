@@ -22,6 +22,7 @@ from rlix.flow.programs.running import Running
 from rlix.flow.programs.wiring import Part
 from rlix.protocol.errors import SpecError, WorkerError
 from rlix.protocol.types import Phase
+from tests.flow.programs.pretended import chunked
 from tests.workers.test_worker_group import devices
 
 pytestmark = pytest.mark.ray
@@ -97,7 +98,7 @@ def test_the_same_program_runs_in_turn_and_beside_each_other(running: Running) -
     assert running.step(list(range(ITEMS))) == expected
     chunk = apart.segments[0].chunk
     assert running.groups["tens"].ask("count") == [2 + ITEMS // chunk]  # it went on from what it had saved
-    running.set_chunk(5)
+    running.switch(chunked(apart, 5))
     assert running.step(list(range(ITEMS))) == expected
     assert running.groups["tens"].ask("count") == [2 + ITEMS // chunk + 3]
 
@@ -230,8 +231,8 @@ def test_another_job_has_the_devices_in_the_midst_of_a_step(ray_session: Any, tm
         os.close(second)
         assert step.result(300) == [n + 11 for n in range(ITEMS)]
         slow = known.scaled({"ones": 10.0, "tens": 10.0})
-        running.switch(running.flow.plan(slow, 2, device_bytes=80.0, mode=Mode.DISAGGREGATED).best)
-        running.set_chunk(ITEMS)
+        apart = running.flow.plan(slow, 2, device_bytes=80.0, mode=Mode.DISAGGREGATED).best
+        running.switch(chunked(apart, ITEMS))
         step = threads.submit(running.step, list(range(ITEMS)))
         first = until_it_reads(pipes[0], step)
         asked = threads.submit(other.acquire, "zero", Phase.ACTOR_TRAINING, 120.0)

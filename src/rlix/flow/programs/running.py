@@ -33,7 +33,6 @@ from rlix.flow.programs.wiring import Wiring
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 from rlix.protocol.types import Phase
-from rlix.workers.counts import is_count
 from rlix.workers.group import listed
 from rlix.workers.locks.lock import DeviceLock
 from rlix.workers.user_errors import sent
@@ -94,8 +93,6 @@ class Running:
         self._kept: dict[str, Any] = {}
         self._lock = DeviceLock()
         self._drift = Drift.of(self.plan)
-        self._chunks: dict[int, int] = {}
-        self._segment: SegmentRun | None = None
         self._started = self._closed = False
         self._stepping = threading.Lock()
         try:
@@ -149,18 +146,6 @@ class Running:
         if self._record is not None:
             self._record.step(len(self.step_s) - 1, {**self.metrics, **own})
         return result
-
-    def set_chunk(self, items: int, segment: int = 0) -> None:
-        """Let a segment's stages hand on this many items at a time, from the next chunk on, also within a step."""
-        if not 0 <= segment < len(self.plan.segments):
-            raise ValueError(f"the plan has segments 0 to {len(self.plan.segments) - 1}, not {segment}")
-        multiple = self.flow.multiple(self.plan.segments[segment].names)
-        if not is_count(items) or items % multiple:
-            raise ValueError(f"a chunk of segment {segment} is a multiple of {multiple} item(s), not {items}")
-        self._chunks[segment] = items
-        running = self._segment
-        if running is not None and running.index == segment:
-            running.chunk = items
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -233,7 +218,7 @@ class Running:
             (self._states[name],) = self.groups[name].ask("_rlix_save", ranks=[0])
             self.groups.pop(name).close()
         self.plan = plan
-        self._drift, self._chunks = Drift.of(plan), {}
+        self._drift = Drift.of(plan)
         self._start()
 
     def _bring_off(self, group: Ranks) -> None:
@@ -325,7 +310,7 @@ class Running:
         made: dict[str, Pieces] = {}
         lease = None if self._job is None else StepLease(self._job.client, self._cluster or "", self._lock)
         with lease or contextlib.nullcontext():
-            for index, segment in enumerate(self.plan.segments):
+            for segment in self.plan.segments:
                 sharing = alone(segment) or ""
                 shares = self._sharing.get(sharing)
                 if lease is not None:
@@ -335,11 +320,7 @@ class Running:
                     fence = lease.change(mine if shares is None else [], phase)
                     for group in self.groups.values():
                         group.lease = fence
-                chunk = self._chunks.get(index, segment.chunk)
-                run = SegmentRun(
-                    self.flow, segment, index, self.groups, self._lock, source, made, chunk, self._timeout_s, self._note
-                )
-                self._segment = run
+                run = SegmentRun(self.flow, segment, self.groups, self._lock, source, made, self._timeout_s, self._note)
                 waits: Any = contextlib.nullcontext()
                 if shares is not None and lease is not None:
                     group, named = self.groups[sharing], self._name_holders
@@ -349,7 +330,6 @@ class Running:
                 made |= run.outputs()
                 # How long a part takes that shares, is not its own doing.
                 self._drift.saw({name: calls for name, calls in run.seconds.items() if name not in self._sharing})
-        self._segment = None
         return made
 
     def _run_stages(self, run: SegmentRun, segment: SegmentPlan, lease: StepLease | None) -> None:

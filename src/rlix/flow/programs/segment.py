@@ -19,7 +19,7 @@ from rlix.workers.locks.lock import DeviceLock
 
 
 class SegmentRun:
-    """What has been made of which chunk. `chunk`, the items of those to come, may change at any time.
+    """What has been made of which chunk.
 
     `seconds`: items and duration of every call, by part.
     """
@@ -28,16 +28,13 @@ class SegmentRun:
         self,
         flow: Wiring,
         plan: SegmentPlan,
-        index: int,
         groups: Mapping[str, Ranks],
         lock: DeviceLock,
         source: Pieces,
         before: Mapping[str, Pieces],
-        chunk: int,
         timeout_s: float,
         note: Note,
     ) -> None:
-        self.index, self.chunk = index, chunk
         self.seconds: dict[str, list[tuple[int, float]]] = defaultdict(list)
         self._flow, self._groups, self._lock = flow, groups, lock
         self._source, self._before, self._timeout_s, self._noted = source, before, timeout_s, note
@@ -124,7 +121,7 @@ class SegmentRun:
                 total = size(self._source)
                 if begin == total:
                     return None
-                self._bounds.append((begin, min(total, begin + self.chunk)))
+                self._bounds.append((begin, min(total, begin + self._planned.chunk)))
             return self._bounds[index]
 
     def _bring(self, stage: StagePlan) -> None:
