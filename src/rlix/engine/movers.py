@@ -13,8 +13,6 @@ import torch
 from rlix.node.pinned_memory import PinnedMemory
 from rlix.protocol.errors import RlixError
 
-Bytes = npt.NDArray[np.uint8]
-
 _ALIGNMENT = 512  # bytes; where each storage begins in host memory, as on a device
 
 
@@ -75,7 +73,7 @@ class HostBuffer:
     ) -> None:
         self._pin, self._unpin, self._budget = pin, unpin, budget
         self._memory = np.empty(0, dtype=np.uint8)
-        self._let_go: weakref.finalize[..., HostBuffer] | None = None  # where it is pinned
+        self._pinned: weakref.finalize[..., HostBuffer] | None = None  # lets it go
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +81,7 @@ class HostBuffer:
 
     @property
     def pinned_bytes(self) -> int:
-        return self._memory.nbytes if self._let_go is not None else 0
+        return self._memory.nbytes if self._pinned is not None else 0
 
     def lend(self, sizes: list[int]) -> list[torch.Tensor]:
         """One piece of this many bytes each. Overwrites what was lent before."""
@@ -101,9 +99,9 @@ class HostBuffer:
         return [torch.from_numpy(piece) for piece in pieces]
 
     def free(self) -> None:
-        if self._let_go is not None:
-            self._let_go()
-        self._memory, self._let_go = np.empty(0, dtype=np.uint8), None
+        if self._pinned is not None:
+            self._pinned()
+        self._memory, self._pinned = np.empty(0, dtype=np.uint8), None
 
     def _pin_within(self, budget: PinnedMemory) -> None:
         if not budget.take(self._memory.nbytes):
@@ -114,8 +112,8 @@ class HostBuffer:
             budget.give_back()
             return
         # Memory that goes back to the system while CUDA has it page-locked makes whatever has its addresses next fail.
-        self._let_go = weakref.finalize(self, _let_go, self._memory, self._unpin, budget)
-        self._let_go.atexit = False  # the process takes all with it
+        self._pinned = weakref.finalize(self, _let_go, self._memory, self._unpin, budget)
+        self._pinned.atexit = False  # the process takes all with it
 
 
 class SwapMover:
@@ -185,7 +183,7 @@ class SwapMover:
             self._stream.synchronize()
 
 
-def _let_go(memory: Bytes, unpin: Callable[[int], None], budget: PinnedMemory) -> None:
+def _let_go(memory: npt.NDArray[np.uint8], unpin: Callable[[int], None], budget: PinnedMemory) -> None:
     unpin(memory.ctypes.data)
     budget.give_back()
 
